@@ -4,6 +4,7 @@ Declaration     OpSpec, Flag, Selection, KernelPackage, ops, op_spec, entry
 Configuration   add_arguments, validate_args, configure, variant, option
 Building        prebuild, no_build, load
 Memory          workspace (a module), release
+For ops         checks, testing, hooks (modules)
 Provenance      manifest
 Errors          CakeError and its kinds
 """
@@ -14,12 +15,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from . import checks, hooks, testing, workspace
+    from ._prebuild import prebuild
     from .config import add_arguments, configure, option, validate_args, variant
     from .errors import BuildError, CakeError, ConfigError, NoBuildError, ToolchainError, UnknownOpError
     from .hooks import release
     from .loader import load, no_build
-    from .manifest import manifest
-    from .prebuild import prebuild
+    from .provenance import manifest
     from .registry import entry, op_spec, ops
     from .spec import Flag, KernelPackage, OpSpec, Selection
 
@@ -40,16 +42,18 @@ _HOME = {
     "configure": "config",
     "entry": "registry",
     "load": "loader",
-    "manifest": "manifest",
+    "manifest": "provenance",
     "no_build": "loader",
     "op_spec": "registry",
     "ops": "registry",
     "option": "config",
-    "prebuild": "prebuild",
+    "prebuild": "_prebuild",
     "release": "hooks",
     "validate_args": "config",
     "variant": "config",
 }
+
+_MODULES = ("checks", "hooks", "testing", "workspace")
 
 __all__ = [
     "BuildError",
@@ -64,8 +68,10 @@ __all__ = [
     "UnknownOpError",
     "__version__",
     "add_arguments",
+    "checks",
     "configure",
     "entry",
+    "hooks",
     "load",
     "manifest",
     "no_build",
@@ -74,8 +80,10 @@ __all__ = [
     "option",
     "prebuild",
     "release",
+    "testing",
     "validate_args",
     "variant",
+    "workspace",
 ]
 
 
@@ -84,6 +92,8 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         return version("cake-core")
+    if name in _MODULES:
+        return import_module(f"{__name__}.{name}")
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
