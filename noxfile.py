@@ -1,0 +1,141 @@
+"""What can be done with this repository, each with `python3 -m nox -s NAME`.
+
+Needs Python 3.10 or newer and nox; everything else is installed into environments under .nox/. The sessions that need
+torch share one environment (.nox/cake), so that torch is installed once. Nothing here needs a GPU or nvcc: `kernels`
+takes NVIDIA's compiler from PyPI where none is found.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import nox
+
+ROOT = Path(__file__).parent
+PACKAGES = [ROOT / "packages" / name for name in ("cake-core", "cake-gdn")]
+
+TORCH = "torch==2.13.0"
+RUFF = "ruff==0.17.6"
+CLANG_FORMAT = "clang-format==23.1.5"
+TESTING = ["pytest>=8", "pytest-xdist>=3.5", "pytest-timeout>=2.3", "numpy"]
+DEMO = ["matplotlib>=3.8", "plotext==5.3.2"]
+TYPING = ["mypy==2.4.1"]
+BUILDING = ["build>=1.2", "hatchling>=1.26"]
+
+nox.needs_version = ">=2024.4.15"
+nox.options.sessions = ["lint", "types", "tests", "kernels", "wheels"]
+nox.options.error_on_external_run = True
+
+
+def shared_python(session: nox.Session, *extra: str) -> str:
+    """The Python of .nox/cake: torch, the packages as editable installs, and `extra` requirements.
+
+    The install is skipped when the same request was fulfilled before and no pyproject.toml has changed since.
+    """
+    if sys.version_info < (3, 10):
+        session.error(f"cake needs Python 3.10 or newer; this is {sys.version.split()[0]}: {sys.executable}")
+    home = ROOT / ".nox" / "cake"
+    python = home / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+    if not works(python):
+        session.run(sys.executable, "-m", "virtualenv", "--clear", "-q", str(home), external=True)
+    stamp = home / "installed"
+    editable = [word for package in PACKAGES for word in ("-e", str(package))]
+    wanted = [TORCH, *editable, *extra]
+    settings = "".join((package / "pyproject.toml").read_text() for package in PACKAGES)
+    request = "\n".join([*wanted, settings])
+    done = stamp.read_text().split("\0") if stamp.exists() else []
+    if request not in done:
+        session.run(str(python), "-m", "pip", "install", "-q", *wanted, external=True)
+        stamp.write_text("\0".join([*done, request]))
+    else:
+        session.log(f"{python} has what this session needs")
+    return str(python)
+
+
+def works(python: Path) -> bool:
+    """Whether this is the Python of an environment made by the Python that runs nox (and not moved since)."""
+    marker = python.parent.parent / "pyvenv.cfg"
+    return python.exists() and f"version = {sys.version.split()[0]}" in marker.read_text().replace("_info", "")
+
+
+def run(session: nox.Session, python: str, *command: str, **env: str) -> None:
+    """Run `python command…` of the shared environment, its scripts first on PATH, two threads at most."""
+    path = os.pathsep.join([str(Path(python).parent), os.environ.get("PATH", "")])
+    threads = os.environ.get("OMP_NUM_THREADS", "1" if "-n" in command else str(min(os.cpu_count() or 1, 8)))
+    full = {"PATH": path, "OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1", **env}
+    session.run(python, *command, env=full, external=True)
+
+
+def workers() -> str:
+    return os.environ.get("CAKE_TEST_WORKERS") or str(min(os.cpu_count() or 1, 8))
+
+
+@nox.session(venv_backend="none")
+def demo(session: nox.Session) -> None:
+    """Train a small language model through cake (about three minutes on two cores, far larger on a GPU)."""
+    python = shared_python(session, *DEMO)
+    run(session, python, "examples/demo/train.py", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def tests(session: nox.Session) -> None:
+    """Every test that needs no GPU: each package's own and the repository's."""
+    python = shared_python(session, *DEMO, *TESTING)
+    where = session.posargs or ["-m", "not gpu", "packages", "tests", "--ignore=tests/wheels"]
+    run(session, python, "-m", "pytest", "-n", workers(), "--dist=worksteal", "--timeout=900", *where)
+
+
+@nox.session(reuse_venv=True)
+def lint(session: nox.Session) -> None:
+    """Ruff (rules and format) and clang-format."""
+    session.install("-q", RUFF, CLANG_FORMAT)
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    cuda = sorted(
+        str(path.relative_to(ROOT))
+        for root in (ROOT / "kernels", ROOT / "packages")
+        for path in root.rglob("*.cu*")
+        if path.suffix in (".cu", ".cuh") and "_vendor" not in path.parts
+    )
+    if cuda:
+        session.run("clang-format", "--dry-run", "--Werror", *cuda)
+
+
+@nox.session(venv_backend="none")
+def types(session: nox.Session) -> None:
+    """Mypy, strict, over the sources of every package."""
+    python = shared_python(session, *TYPING)
+    for package in PACKAGES:
+        run(session, python, "-m", "mypy", str(package.relative_to(ROOT) / "src"))
+
+
+@nox.session(venv_backend="none")
+def kernels(session: nox.Session) -> None:
+    """Compile every CUDA library for sm_90a and check the frozen copies. Needs no GPU; brings nvcc if there is none."""
+    python = shared_python(session)
+    run(session, python, "tools/vendor_cake.py", "check")
+    if shutil.which("nvcc") is None and not os.environ.get("CAKE_NVCC") and not os.environ.get("CUDA_HOME"):
+        session.log("no nvcc here: installing NVIDIA's compiler from PyPI (cake-core[nvcc])")
+        python = shared_python(session, f"{PACKAGES[0]}[nvcc]")
+    run(session, python, "-m", "cake.core.cli", "doctor")
+    cache = Path(session.create_tmp()) / "kernels"
+    shutil.rmtree(cache, ignore_errors=True)
+    cache.mkdir(parents=True)
+    run(session, python, "-m", "cake.core.cli", "prebuild", "--arch", "sm_90a", CAKE_CACHE_DIR=str(cache))
+
+
+@nox.session(reuse_venv=True)
+def wheels(session: nox.Session) -> None:
+    """Build every wheel and sdist, then install them into clean environments and use them there."""
+    session.install("-q", *BUILDING, *TESTING)
+    session.run("pytest", "tests/wheels", "--timeout=1200", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def bench(session: nox.Session) -> None:
+    """Time the kernels on this machine's GPU: `nox -s bench -- gdn --vs flashqla`."""
+    python = shared_python(session)
+    run(session, python, "-m", "cake.core.cli", "bench", *(session.posargs or ["gdn"]))
