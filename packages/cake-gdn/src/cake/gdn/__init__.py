@@ -1,0 +1,36 @@
+"""The gated delta rule for training. Importing this package imports neither torch nor kernels."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cake.gdn.api import Route as Route
+    from cake.gdn.api import chunk_gated_delta_rule as chunk_gated_delta_rule
+    from cake.gdn.api import last_route as last_route
+
+__all__ = ["SPEC", "Route", "__version__", "chunk_gated_delta_rule", "last_route"]
+
+_HOME = {
+    "SPEC": "cake.gdn.spec",
+    "Route": "cake.gdn.api",
+    "chunk_gated_delta_rule": "cake.gdn.api",
+    "last_route": "cake.gdn.api",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("cake-gdn")
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,77 @@
+"""The stages of the op and who runs them: torch twins (`_torch`) on a CPU, CUDA kernels (`_cuda`) on sm_90.
+
+Both modules define the same four functions. H heads of q and k, HV heads of v, `total` flat tokens, chunks and slots
+as in `plan`. q, k [B, T, H, 128] and v, do [B, T, HV, 128] are bf16 with a contiguous last dimension and any other
+strides; g is fp32, beta fp32 or bf16, both [B, T, HV] with any strides; states are fp32 [n, HV, K, V].
+
+``prep(q, k, g, beta, seqs, *, l2norm) -> Prep``
+    What both directions share: norms, decays, the chunk inverses.
+``scan(q, k, v, beta, prep, seqs, *, scale, initial_state=None, output_final_state=False, save_states=False,
+need_output=True) -> (o | None, final_state | None, states | None)``
+    The serial forward. `states` is the tape, bf16 [slots, HV, V, K]: the state before each chunk as it entered the
+    products.
+``adj(q, k, do, beta, prep, seqs, *, scale, dht=None, need_dh0=False) -> (y, adj_states, dh0 | None)``
+    The serial adjoint. y bf16 [B, T, HV, 128] is the adjoint of the delta of each token, `adj_states` bf16
+    [slots, HV, V, K] the adjoint state after each chunk.
+``out(q, k, v, do, y, beta, prep, states, adj_states, seqs, *, scale, l2norm, states_edge, adj_edge) ->
+(dq, dk, dv, dbeta, dg)``
+    The parallel rest of the backward; dq, dk, dv bf16, dbeta and dg fp32. dv may take over y's storage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from types import ModuleType
+
+import torch
+
+
+@dataclass(frozen=True)
+class Prep:
+    """What `prep` makes of a call.
+
+    t: bf16 [HV, total, 64]. Row i of a chunk's T = (I + L)^-1, with L_ij = beta_i k^_i . k^_j 2^(b_i - b_j) for
+       i > j; columns past the chunk's tokens are 0.
+    b: fp32 [HV, total]. Inclusive sum over the chunk of log2(e) * max(g, -88).
+    rq, rk: fp32 [H, total]. 1 / sqrt(sum q^2 + 1e-6) of each row, or 1 without the L2 norm.
+    """
+
+    t: torch.Tensor
+    b: torch.Tensor
+    rq: torch.Tensor
+    rk: torch.Tensor
+
+
+def backend_name(device: torch.device) -> str:
+    """What runs the stages for tensors on `device`: the torch twins or the CUDA kernels.
+
+    Raises:
+        NotImplementedError: no backend serves the device; the message names its architecture.
+    """
+    if device.type == "cpu":
+        return "torch"
+    if device.type != "cuda":
+        raise NotImplementedError(f"cake.gdn runs on CPU and CUDA tensors, got device {device}")
+    capability = _capability(torch.cuda.current_device() if device.index is None else device.index)
+    if capability != (9, 0):
+        raise NotImplementedError(
+            f"cake.gdn has CUDA kernels for sm_90 alone, got sm_{capability[0]}{capability[1]} ({device})"
+        )
+    return "cuda"
+
+
+def stages(name: str) -> ModuleType:
+    """The module with the four stage functions of a backend."""
+    if name == "torch":
+        from cake.gdn import _torch
+
+        return _torch
+    from cake.gdn import _cuda
+
+    return _cuda
+
+
+@lru_cache(maxsize=64)
+def _capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)

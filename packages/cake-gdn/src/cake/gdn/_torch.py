@@ -1,0 +1,402 @@
+"""The kernels' twins in torch: the same stages with the same roundings, in fp32, on a CPU or (for tests) on a GPU.
+
+Where a kernel feeds a bf16 operand to a product, the twin rounds there too; where a kernel keeps fp32, so does the
+twin. The two differ by the order of sums alone, which now and then moves a rounding by one bf16 step.
+
+Notation of one chunk, rows are tokens (i, j), all decays at most 1:
+    e_i = 2^b_i    f_i = 2^(b_C - b_i)    G_ij = 2^(b_i - b_j) for i >= j, else 0    q^ = rq q    k^ = rk k
+b_C is the decay of the whole chunk. A short last chunk is padded to 64 rows that repeat its last b, with beta, q, k,
+v and dO of 0, so that padded rows add nothing anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import reduce
+
+import torch
+
+from cake.gdn._stages import Prep
+from cake.gdn.plan import CHUNK, Sequences
+
+LOG2E = 1.4426950408889634
+MIN_LOG_DECAY = -88.0
+NORM_EPS = 1e-6
+# Chunks times heads worked on at once: 64 x 128 fp32 values each, 8 MiB per operand.
+TILE = 256
+
+
+def prep(
+    q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, seqs: Sequences, *, l2norm: bool
+) -> Prep:
+    """Norms, decays and chunk inverses; see `_stages`."""
+    total, heads, v_heads = seqs.total, q.shape[2], g.shape[2]
+    rq, rk = (_inverse_norm(x, total, l2norm) for x in (q, k))
+    b = g.new_empty((v_heads, total), dtype=torch.float32)
+    t = q.new_empty((v_heads, total, CHUNK), dtype=torch.bfloat16)
+    keys, beta_rows = k.reshape(total, heads, -1), beta.reshape(total, v_heads)
+    step = (g.float().clamp_min(MIN_LOG_DECAY) * LOG2E).reshape(total, v_heads)
+    unit = torch.eye(CHUNK, device=q.device)
+    for tile in _blocks(seqs, v_heads, q.device):
+        here = slice(tile.first, tile.first + tile.tokens.numel())
+        # A padded step of 0 repeats the last b.
+        decay = tile.vectors(step).cumsum(-1)
+        kc = tile.rows(keys)
+        norm = tile.heads_of(rk)
+        gram = (kc @ kc.mT) * norm[..., :, None] * norm[..., None, :]
+        lower = _decay_mask(decay, strict=True) * _grouped(gram, v_heads) * tile.vectors(beta_rows)[..., None]
+        inverse = torch.linalg.solve_triangular(unit + lower, unit, upper=False, unitriangular=True)
+        b[:, here] = tile.unpad(decay.permute(1, 0, 2).flatten(1), 1)
+        t[:, here] = tile.unpad(inverse.permute(1, 0, 2, 3).flatten(1, 2), 1).to(t.dtype)
+    return Prep(t=t, b=b, rq=rq, rk=rk)
+
+
+def scan(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    beta: torch.Tensor,
+    prep: Prep,
+    seqs: Sequences,
+    *,
+    scale: float,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    save_states: bool = False,
+    need_output: bool = True,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """The serial forward; see `_stages`. Per chunk, with S the state before it in bf16:
+
+    W = v - e k^ S      D = T (beta W)      o = scale e q^ S + P D      P = scale q^ k^T G
+    S' = e_C S + k^T (f D)
+    """
+    total, heads, dim = seqs.total, q.shape[2], q.shape[3]
+    v_heads, v_dim = v.shape[2], v.shape[3]
+    edge = initial_state is not None
+    o = v.new_empty((seqs.batch, seqs.tokens, v_heads, v_dim)) if need_output else None
+    final = q.new_empty((seqs.n, v_heads, dim, v_dim), dtype=torch.float32) if output_final_state else None
+    states = v.new_empty((seqs.slots(edge), v_heads, v_dim, dim)) if save_states else None
+    queries, keys = q.reshape(total, heads, dim), k.reshape(total, heads, dim)
+    values, beta_rows = v.reshape(total, v_heads, v_dim), beta.reshape(total, v_heads)
+    for group in _groups(seqs, v_heads, q.device):
+        if initial_state is None:
+            state = q.new_zeros((len(group.members), v_heads, dim, v_dim), dtype=torch.float32)
+        else:
+            state = initial_state[group.ids].float()
+        for chunk, tile in group.steps():
+            now = state[: tile.count]
+            rounded = _bf16(now)
+            if states is not None and (edge or chunk > 0):
+                slots = group.slots(chunk, tile.count, edge, after=False)
+                states[slots] = rounded.mT.to(states.dtype)
+            decay = tile.heads_of(prep.b)
+            grow, fade, last = _decays(decay)
+            kc = _grouped(tile.rows(keys), v_heads)
+            norm = _grouped(tile.heads_of(prep.rk), v_heads)
+            residual = tile.rows(values) - (grow * norm)[..., None] * (kc @ rounded)
+            weighted = _bf16(tile.vectors(beta_rows)[..., None] * residual)
+            delta = tile.inverse(prep.t) @ weighted
+            if o is not None:
+                qc = _grouped(tile.rows(queries), v_heads)
+                q_norm = _grouped(tile.heads_of(prep.rq), v_heads)
+                read = (scale * grow * q_norm)[..., None] * (qc @ rounded)
+                scores = _scores(qc, kc, q_norm, norm, decay, scale)
+                tile.store(o.view(total, v_heads, v_dim), read + scores @ _bf16(delta))
+            write = kc.mT @ _bf16((fade * norm)[..., None] * delta)
+            torch.addcmul(write, last[..., None, None], now, out=now)
+        if final is not None:
+            final[group.ids] = state
+    return o, final, states
+
+
+def adj(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    do: torch.Tensor,
+    beta: torch.Tensor,
+    prep: Prep,
+    seqs: Sequences,
+    *,
+    scale: float,
+    dht: torch.Tensor | None = None,
+    need_dh0: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The serial adjoint; see `_stages`. Chunks in reverse, with R the adjoint after a chunk in bf16:
+
+    dD = P^T dO + f k^ R      Y = T^T dD      R' = e_C R + q^T (scale e dO) - k^T (e beta Y)
+    """
+    total, heads, dim = seqs.total, q.shape[2], q.shape[3]
+    v_heads, v_dim = do.shape[2], do.shape[3]
+    edge = dht is not None
+    y = do.new_empty((seqs.batch, seqs.tokens, v_heads, v_dim))
+    tape = do.new_empty((seqs.slots(edge), v_heads, v_dim, dim))
+    dh0 = q.new_empty((seqs.n, v_heads, dim, v_dim), dtype=torch.float32) if need_dh0 else None
+    queries, keys = q.reshape(total, heads, dim), k.reshape(total, heads, dim)
+    grads, beta_rows = do.reshape(total, v_heads, v_dim), beta.reshape(total, v_heads)
+    for group in _groups(seqs, v_heads, q.device):
+        if dht is None:
+            state = q.new_zeros((len(group.members), v_heads, dim, v_dim), dtype=torch.float32)
+        else:
+            state = dht[group.ids].float()
+        for chunk, tile in group.steps(reverse=True):
+            now = state[: tile.count]
+            rounded = _bf16(now)
+            # The adjoint after a sequence's last chunk has a slot only with dht; sequences of `chunk + 1` chunks
+            # stand at the end of the group's order.
+            stored = tile.count if edge else group.active(chunk + 1)
+            tape[group.slots(chunk, stored, edge, after=True)] = rounded[:stored].mT.to(tape.dtype)
+            decay = tile.heads_of(prep.b)
+            grow, fade, last = _decays(decay)
+            qc, kc = _grouped(tile.rows(queries), v_heads), _grouped(tile.rows(keys), v_heads)
+            q_norm = _grouped(tile.heads_of(prep.rq), v_heads)
+            norm = _grouped(tile.heads_of(prep.rk), v_heads)
+            grad = tile.rows(grads)
+            scores = _scores(qc, kc, q_norm, norm, decay, scale)
+            d_delta = (fade * norm)[..., None] * (kc @ rounded) + scores.mT @ grad
+            adjoint = tile.inverse(prep.t).mT @ _bf16(d_delta)
+            tile.store(y.view(total, v_heads, v_dim), adjoint)
+            read = qc.mT @ _bf16((scale * grow * q_norm)[..., None] * grad)
+            erase = kc.mT @ _bf16((grow * norm * tile.vectors(beta_rows))[..., None] * adjoint)
+            torch.addcmul(read - erase, last[..., None, None], now, out=now)
+        if dh0 is not None:
+            dh0[group.ids] = state
+    return y, tape, dh0
+
+
+def out(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    do: torch.Tensor,
+    y: torch.Tensor,
+    beta: torch.Tensor,
+    prep: Prep,
+    states: torch.Tensor,
+    adj_states: torch.Tensor,
+    seqs: Sequences,
+    *,
+    scale: float,
+    l2norm: bool,
+    states_edge: bool,
+    adj_edge: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The parallel rest of the backward; see `_stages`. Per chunk, from S, R, Y and the rebuilt D alone:
+
+    dP = scale (dO D^T) G      dL = -(Y D^T) G below the diagonal
+    dq^ = scale e dO S^T + dP k^        X = -e Y S^T + dL k^        A = f D R^T
+    dk^ = beta X + kk                   kk = A + dP^T q^ + (beta dL)^T k^
+    dbeta = Y . v + k^ . X              db = q^ . dq^ + beta k^ . X - k^ . kk
+    db_C += sum k^ . A + e_C <S, R>     dg_t = sum of db from t to the end of the chunk      dv = beta Y
+
+    The row dots of db use the bf16 q^ and k^ that the products used: a pair of tokens then cancels in dg to fp32.
+    """
+    total, heads, dim = seqs.total, q.shape[2], q.shape[3]
+    v_heads, v_dim = v.shape[2], v.shape[3]
+    dq, dk = (x.new_empty((seqs.batch, seqs.tokens, heads, dim)) for x in (q, k))
+    dv = v.new_empty((seqs.batch, seqs.tokens, v_heads, v_dim))
+    dbeta, dg = (v.new_empty((seqs.batch, seqs.tokens, v_heads), dtype=torch.float32) for _ in range(2))
+    queries, keys = q.reshape(total, heads, dim), k.reshape(total, heads, dim)
+    values, grads = v.reshape(total, v_heads, v_dim), do.reshape(total, v_heads, v_dim)
+    adjoints, beta_rows = y.reshape(total, v_heads, v_dim), beta.reshape(total, v_heads)
+    for tile in _blocks(seqs, v_heads, q.device):
+        decay = tile.heads_of(prep.b)
+        grow, fade, last = _decays(decay)
+        mask = _decay_mask(decay, strict=False)
+        q_norm, k_norm = tile.heads_of(prep.rq), tile.heads_of(prep.rk)
+        q_hat = _bf16(q_norm[..., None] * tile.rows(queries))
+        k_hat = _bf16(k_norm[..., None] * tile.rows(keys))
+        qg, kg = _grouped(q_hat, v_heads), _grouped(k_hat, v_heads)
+        value, grad, adjoint = tile.rows(values), tile.rows(grads), tile.rows(adjoints)
+        gate = tile.vectors(beta_rows)[..., None]
+        state = tile.states(states, seqs, states_edge, after=False)
+        adj_state = tile.states(adj_states, seqs, adj_edge, after=True)
+
+        residual = value - grow[..., None] * (kg @ state.mT)
+        delta = _bf16(tile.inverse(prep.t) @ _bf16(gate * residual))
+        d_scores = _bf16(scale * mask * (grad @ delta.mT))
+        d_lower = -torch.tril(mask, -1) * (adjoint @ delta.mT)
+        d_lower, d_lower_gated = _bf16(d_lower), _bf16(gate * d_lower)
+
+        d_query = _bf16((scale * grow)[..., None] * grad) @ state + d_scores @ kg
+        erased = _bf16(-grow[..., None] * adjoint) @ state + d_lower @ kg
+        written = _bf16(fade[..., None] * delta) @ adj_state
+        d_key = written + d_scores.mT @ qg + d_lower_gated.mT @ kg
+
+        erased_dot = _dot(kg, erased)
+        db = _dot(qg, d_query) + gate[..., 0] * erased_dot - _dot(kg, d_key)
+        # A padded last row passes this on to the chunk's last token: the padded db are 0.
+        db[..., -1] += _dot(kg, written).sum(-1) + last * (state * adj_state).sum((-2, -1))
+        tile.store(dg.view(total, v_heads), db.flip(-1).cumsum(-1).flip(-1))
+        tile.store(dbeta.view(total, v_heads), _dot(adjoint, value) + erased_dot)
+        tile.store(dv.view(total, v_heads, v_dim), gate * adjoint)
+
+        d_query, d_key = _group_sum(d_query, heads), _group_sum(gate * erased + d_key, heads)
+        if l2norm:
+            d_query = q_norm[..., None] * (d_query - q_hat * _dot(q_hat, d_query)[..., None])
+            d_key = k_norm[..., None] * (d_key - k_hat * _dot(k_hat, d_key)[..., None])
+        tile.store(dq.view(total, heads, dim), d_query)
+        tile.store(dk.view(total, heads, dim), d_key)
+    return dq, dk, dv, dbeta, dg
+
+
+class _Tile:
+    """Chunks that are worked on at once, gathered from flat tokens into padded rows and stored back."""
+
+    def __init__(self, start: torch.Tensor, rows: torch.Tensor, full: bool, slots: tuple[int, int] | None = None):
+        """start, rows: int64 [count], first flat token and tokens of each chunk; full: every chunk has 64."""
+        local = torch.arange(CHUNK, device=start.device)
+        self.count = start.shape[0]
+        self.index = start[:, None] + torch.minimum(local, rows[:, None] - 1)
+        self.pad = None if full else local >= rows[:, None]
+        self.tokens = self.unpad(self.index.flatten(), 0)
+        self.chunk_range = slots
+
+    @property
+    def first(self) -> int:
+        """First flat token of a tile of consecutive chunks."""
+        return int(self.index[0, 0])
+
+    def rows(self, x: torch.Tensor) -> torch.Tensor:
+        """[total, h, d] -> fp32 [count, h, 64, d], padded with 0."""
+        x = x[self.index].float().transpose(1, 2)
+        return x.contiguous() if self.pad is None else x.masked_fill(self.pad[:, None, :, None], 0)
+
+    def vectors(self, x: torch.Tensor) -> torch.Tensor:
+        """[total, h] -> fp32 [count, h, 64], padded with 0."""
+        x = x[self.index].float().transpose(1, 2)
+        return x.contiguous() if self.pad is None else x.masked_fill(self.pad[:, None, :], 0)
+
+    def heads_of(self, x: torch.Tensor) -> torch.Tensor:
+        """fp32 [h, total] -> [count, h, 64], padded with the last value of the chunk."""
+        return x[:, self.index].transpose(0, 1)
+
+    def inverse(self, t: torch.Tensor) -> torch.Tensor:
+        """bf16 [h, total, 64] -> fp32 [count, h, 64, 64], padded with 0."""
+        x = t[:, self.index].float().transpose(0, 1)
+        return x if self.pad is None else x.masked_fill(self.pad[:, None, :, None], 0)
+
+    def states(self, tape: torch.Tensor, seqs: Sequences, edge: bool, *, after: bool) -> torch.Tensor:
+        """The tape's states of consecutive chunks, fp32 [count, h, V, K]; 0 where a state has no slot."""
+        assert self.chunk_range is not None
+        find = seqs.adjoint_slot if after else seqs.state_slot
+        slots = [find(s, c, with_edge=edge) for s, c, _, _ in seqs.chunks[slice(*self.chunk_range)]]
+        x = tape.new_zeros((self.count, *tape.shape[1:]), dtype=torch.float32)
+        here = [i for i, slot in enumerate(slots) if slot is not None]
+        if here:
+            x[here] = tape[[slot for slot in slots if slot is not None]].float()
+        return x
+
+    def unpad(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """Drops the padded rows of a dimension that runs over chunks and rows."""
+        return x if self.pad is None else x.index_select(dim, (~self.pad).flatten().nonzero().squeeze(1))
+
+    def store(self, x: torch.Tensor, rows: torch.Tensor) -> None:
+        """Writes [count, h, 64, ...] to the tile's tokens of x [total, h, ...]."""
+        x[self.tokens] = self.unpad(rows.transpose(1, 2).flatten(0, 1), 0).to(x.dtype)
+
+
+class _Group:
+    """Sequences that are walked together, longest first: those that still have a chunk c are a prefix."""
+
+    def __init__(self, seqs: Sequences, members: list[int], device: torch.device):
+        bounds, lengths = seqs._host(), seqs.lengths
+        self.members = members
+        self.counts = [seqs.chunk_counts[s] for s in members]
+        self._full = [lengths[s] // CHUNK for s in members]
+        self.ids = torch.tensor(members, device=device)
+        self._start = torch.tensor([bounds[s] for s in members], device=device)
+        self._length = torch.tensor([lengths[s] for s in members], device=device)
+        base = [seqs.chunk_base[s] for s in members]
+        self._edge_base = torch.tensor(base, device=device)
+        self._inner_base = torch.tensor(
+            [b - seqs.nonempty_before[s] for b, s in zip(base, members, strict=True)], device=device
+        )
+
+    def active(self, chunk: int) -> int:
+        """Number of sequences that have chunk `chunk`."""
+        return sum(count > chunk for count in self.counts)
+
+    def steps(self, reverse: bool = False) -> Iterator[tuple[int, _Tile]]:
+        """(c, tile of the c-th chunks of the sequences that have one)."""
+        order = range(max(self.counts, default=0))
+        for chunk in reversed(order) if reverse else order:
+            count = self.active(chunk)
+            rows = (self._length[:count] - chunk * CHUNK).clamp_max(CHUNK)
+            full = all(whole > chunk for whole in self._full[:count])
+            yield chunk, _Tile(self._start[:count] + chunk * CHUNK, rows, full)
+
+    def slots(self, chunk: int, count: int, edge: bool, *, after: bool) -> torch.Tensor:
+        """Tape slots of the states before (after) the `chunk`-th chunks of the first `count` sequences."""
+        if edge:
+            return self._edge_base[:count] + chunk
+        return self._inner_base[:count] + (chunk if after else chunk - 1)
+
+
+def _groups(seqs: Sequences, heads: int, device: torch.device) -> Iterator[_Group]:
+    order = sorted(range(seqs.n), key=lambda s: -seqs.chunk_counts[s])
+    size = max(1, TILE // heads)
+    for first in range(0, len(order), size):
+        yield _Group(seqs, order[first : first + size], device)
+
+
+def _blocks(seqs: Sequences, heads: int, device: torch.device) -> Iterator[_Tile]:
+    size = max(1, TILE // heads)
+    for first in range(0, len(seqs.chunks), size):
+        block = seqs.chunks[first : first + size]
+        start = torch.tensor([x[2] for x in block], device=device)
+        rows = torch.tensor([x[3] for x in block], device=device)
+        yield _Tile(start, rows, all(x[3] == CHUNK for x in block), (first, first + len(block)))
+
+
+def _inverse_norm(x: torch.Tensor, total: int, l2norm: bool) -> torch.Tensor:
+    """fp32 [H, total]."""
+    if not l2norm:
+        return x.new_ones((x.shape[2], total), dtype=torch.float32)
+    square = x.float().square().sum(-1).reshape(total, -1)
+    return (square + NORM_EPS).rsqrt().T.contiguous()
+
+
+def _decays(b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """e = 2^b, f = 2^(b_C - b) [count, h, 64] and e_C [count, h]."""
+    last = b[..., -1]
+    return b.exp2(), (last[..., None] - b).exp2(), last.exp2()
+
+
+def _decay_mask(b: torch.Tensor, *, strict: bool) -> torch.Tensor:
+    """G [count, h, 64, 64]; the entries above the diagonal never meet an exponential, which could overflow."""
+    above = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=b.device).triu(0 if strict else 1)
+    return (b[..., :, None] - b[..., None, :]).masked_fill(above, float("-inf")).exp2()
+
+
+def _scores(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    q_norm: torch.Tensor,
+    k_norm: torch.Tensor,
+    decay: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """P = scale q^ k^T G in bf16."""
+    mask = _decay_mask(decay, strict=False)
+    return _bf16((scale * q_norm)[..., :, None] * k_norm[..., None, :] * mask * (q @ k.mT))
+
+
+def _bf16(x: torch.Tensor) -> torch.Tensor:
+    """x rounded to bf16, in fp32."""
+    return x.to(torch.bfloat16).float()
+
+
+def _dot(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return (x * y).sum(-1)
+
+
+def _grouped(x: torch.Tensor, v_heads: int) -> torch.Tensor:
+    """[count, H, ...] -> [count, HV, ...]: v head h reads q/k head h // (HV / H)."""
+    return x if x.shape[1] == v_heads else x.repeat_interleave(v_heads // x.shape[1], dim=1)
+
+
+def _group_sum(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """[count, HV, ...] -> [count, H, ...]: the sum over each group in ascending order."""
+    if x.shape[1] == heads:
+        return x
+    return reduce(torch.add, x.unflatten(1, (heads, -1)).unbind(2))

@@ -1,0 +1,172 @@
+"""How a call's tokens fall into sequences and chunks: pure functions of shapes and boundaries.
+
+Tokens are numbered flat over the batch, ``t = b * tokens + i``. Every sequence is cut into chunks of `CHUNK` tokens
+that restart at its first token; only its last chunk may be shorter. An empty sequence has no chunk.
+
+A tape holds one state per *slot*. The slots of a call are numbered sequence by sequence, so that their number grows
+with the tokens and not with the number of sequences:
+
+* the state S before chunk c; without an initial state the one before chunk 0 is zero and has no slot;
+* the adjoint R after chunk c; without a gradient of the final state the one after the last chunk has no slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+CHUNK = 64
+HEAD_DIM = 128
+
+
+@dataclass(frozen=True, eq=False)
+class Sequences:
+    """The sequences of one call.
+
+    batch: rows B of the inputs; 1 for packed sequences.
+    tokens: tokens per row.
+    boundaries: n + 1 flat token indices, or None where they exist on a device only.
+    cu_device: the caller's boundaries on the device, int32 or int64 [n + 1], where `boundaries` is None.
+    n: number of sequences.
+    chunk_capacity: number of chunks, or a bound on it where `boundaries` is None.
+    boundary_capacity: number of chunk boundaries inside sequences, or a bound on it.
+    """
+
+    batch: int
+    tokens: int
+    boundaries: tuple[int, ...] | None
+    cu_device: torch.Tensor | None
+    n: int
+    chunk_capacity: int
+    boundary_capacity: int
+
+    @property
+    def total(self) -> int:
+        """Number of tokens, batch * tokens."""
+        return self.batch * self.tokens
+
+    def slots(self, with_edge: bool) -> int:
+        """Number of slots of a tape; `with_edge` says whether the outermost state of a sequence has one."""
+        return self.chunk_capacity if with_edge else self.boundary_capacity
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each sequence."""
+        bounds = self._host()
+        return tuple(end - start for start, end in zip(bounds, bounds[1:], strict=False))
+
+    @cached_property
+    def chunk_counts(self) -> tuple[int, ...]:
+        """Chunks of each sequence."""
+        return tuple(-(-length // CHUNK) for length in self.lengths)
+
+    @cached_property
+    def chunk_base(self) -> tuple[int, ...]:
+        """Chunks of all earlier sequences, for each sequence."""
+        return tuple(accumulate(self.chunk_counts, initial=0))[:-1]
+
+    @cached_property
+    def nonempty_before(self) -> tuple[int, ...]:
+        """Earlier sequences that have tokens, for each sequence."""
+        return tuple(accumulate((int(count > 0) for count in self.chunk_counts), initial=0))[:-1]
+
+    @cached_property
+    def chunks(self) -> tuple[tuple[int, int, int, int], ...]:
+        """Every chunk in order: (sequence, chunk within the sequence, first flat token, tokens)."""
+        bounds = self._host()
+        return tuple(
+            (s, c, bounds[s] + c * CHUNK, min(CHUNK, self.lengths[s] - c * CHUNK))
+            for s, count in enumerate(self.chunk_counts)
+            for c in range(count)
+        )
+
+    def state_slot(self, sequence: int, chunk: int, *, with_edge: bool) -> int | None:
+        """Slot of the state before `chunk`, or None where that state is zero and has no slot."""
+        if with_edge:
+            return self.chunk_base[sequence] + chunk
+        if chunk == 0:
+            return None
+        return self.chunk_base[sequence] - self.nonempty_before[sequence] + chunk - 1
+
+    def adjoint_slot(self, sequence: int, chunk: int, *, with_edge: bool) -> int | None:
+        """Slot of the adjoint after `chunk`, or None where that adjoint is zero and has no slot."""
+        if with_edge:
+            return self.chunk_base[sequence] + chunk
+        if chunk == self.chunk_counts[sequence] - 1:
+            return None
+        return self.chunk_base[sequence] - self.nonempty_before[sequence] + chunk
+
+    def _host(self) -> tuple[int, ...]:
+        if self.boundaries is None:
+            raise RuntimeError("the boundaries of this call exist on a device only and are never read back")
+        return self.boundaries
+
+
+@lru_cache(maxsize=64)
+def batched(batch: int, tokens: int) -> Sequences:
+    """Sequences of a batch: `batch` rows of `tokens` tokens each."""
+    per_row = -(-tokens // CHUNK)
+    bounds = tuple(range(0, batch * tokens + 1, tokens)) if tokens else (0,) * (batch + 1)
+    return Sequences(
+        batch=batch,
+        tokens=tokens,
+        boundaries=bounds,
+        cu_device=None,
+        n=batch,
+        chunk_capacity=batch * per_row,
+        boundary_capacity=batch * max(per_row - 1, 0),
+    )
+
+
+@lru_cache(maxsize=64)
+def _packed(bounds: tuple[int, ...], tokens: int) -> Sequences:
+    if len(bounds) < 2:
+        raise ValueError(f"boundaries must hold at least 2 values, got {len(bounds)}")
+    if bounds[0] != 0:
+        raise ValueError(f"boundaries must start at 0, got {bounds[0]}")
+    for i, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        if end < start:
+            raise ValueError(f"boundaries must not decrease, got {start} then {end} at index {i + 1}")
+    if bounds[-1] != tokens:
+        raise ValueError(f"boundaries must end at T={tokens}, got {bounds[-1]}")
+    lengths = [end - start for start, end in zip(bounds, bounds[1:], strict=False)]
+    chunks = sum(-(-length // CHUNK) for length in lengths)
+    return Sequences(
+        batch=1,
+        tokens=tokens,
+        boundaries=bounds,
+        cu_device=None,
+        n=len(lengths),
+        chunk_capacity=chunks,
+        boundary_capacity=chunks - sum(length > 0 for length in lengths),
+    )
+
+
+def packed(boundaries: Sequence[int], tokens: int) -> Sequences:
+    """Packed sequences with boundaries known on the host. The result depends on their values alone.
+
+    Raises:
+        ValueError: fewer than two boundaries, a first one that isn't 0, a decreasing one, or a last one that
+            isn't `tokens`.
+    """
+    return _packed(tuple(boundaries), tokens)
+
+
+def packed_on_device(cu_device: torch.Tensor, tokens: int) -> Sequences:
+    """Packed sequences whose boundaries exist on a device only: nothing is read back, so capacities are bounds."""
+    n = cu_device.shape[0] - 1
+    return Sequences(
+        batch=1,
+        tokens=tokens,
+        boundaries=None,
+        cu_device=cu_device,
+        n=n,
+        chunk_capacity=tokens // CHUNK + n,
+        boundary_capacity=tokens // CHUNK,
+    )

@@ -1,0 +1,25 @@
+"""The declaration of the op; torch-free."""
+
+from __future__ import annotations
+
+from cake.core.spec import Flag, KernelPackage, OpSpec, Selection
+
+__all__ = ["SPEC"]
+
+SPEC = OpSpec(
+    name="gdn",
+    distribution="cake-gdn",
+    summary="Gated delta rule with one decay per head (Qwen3-Next, Qwen3.5)",
+    variants=("det", "fast"),
+    selection=Selection(option="linear_attention_backend", value="cake"),
+    kernel_packages=(KernelPackage(name="gdn", module="cake.gdn", path="csrc"),),
+    entry_points={"chunk_gated_delta_rule": "cake.gdn.api:chunk_gated_delta_rule"},
+    flags=(
+        Flag(
+            name="recompute-state",
+            kind="bool",
+            default=False,
+            help="keep the inputs alone for the backward and walk the chunk states again there; same bits",
+        ),
+    ),
+)
