@@ -1,17 +1,18 @@
 """The stages of the op and who runs them: torch twins (`_torch`) on a CPU, CUDA kernels (`_cuda`) on sm_90.
 
-Both modules define the same four functions. H heads of q and k, HV heads of v, `total` flat tokens, chunks and slots
-as in `plan`. q, k [B, T, H, 128] and v, do [B, T, HV, 128] are bf16 with a contiguous last dimension and any other
-strides; g is fp32, beta fp32 or bf16, both [B, T, HV] with any strides; states are fp32 [n, HV, K, V].
+Both modules define the same four functions. H heads of q and k, HV heads of v, `total` flat tokens, chunks and
+slots as in `plan`. q, k [B, T, H, 128] and v, do [B, T, HV, 128] are bf16 with a contiguous last dimension and
+any other strides; g is fp32, beta fp32 or bf16, both [B, T, HV] with any strides; states are contiguous fp32
+[n, HV, K, V]. None of them is called without tokens.
 
 ``prep(q, k, g, beta, seqs, *, l2norm) -> Prep``
     What both directions share: norms, decays, the chunk inverses.
 ``scan(q, k, v, beta, prep, seqs, *, scale, initial_state=None, output_final_state=False, save_states=False,
 need_output=True) -> (o | None, final_state | None, states | None)``
-    The serial forward. `states` is the tape, bf16 [slots, HV, V, K]: the state before each chunk as it entered the
-    products.
+    The serial forward. `states` is the tape, bf16 [slots, HV, V, K]: the state before each chunk as the
+    products used it.
 ``adj(q, k, do, beta, prep, seqs, *, scale, dht=None, need_dh0=False) -> (y, adj_states, dh0 | None)``
-    The serial adjoint. y bf16 [B, T, HV, 128] is the adjoint of the delta of each token, `adj_states` bf16
+    The serial adjoint. y bf16 [B, T, HV, 128] is the adjoint of each token's delta, `adj_states` bf16
     [slots, HV, V, K] the adjoint state after each chunk.
 ``out(q, k, v, do, y, beta, prep, states, adj_states, seqs, *, scale, l2norm, states_edge, adj_edge) ->
 (dq, dk, dv, dbeta, dg)``
@@ -31,8 +32,8 @@ import torch
 class Prep:
     """What `prep` makes of a call.
 
-    t: bf16 [HV, total, 64]. Row i of a chunk's T = (I + L)^-1, with L_ij = beta_i k^_i . k^_j 2^(b_i - b_j) for
-       i > j; columns past the chunk's tokens are 0.
+    t: bf16 [HV, total, 64]. Row i of a chunk's T = (I + L)^-1, with L_ij = beta_i k^_i . k^_j 2^(b_i - b_j)
+       for i > j; columns past the chunk's tokens are 0.
     b: fp32 [HV, total]. Inclusive sum over the chunk of log2(e) * max(g, -88).
     rq, rk: fp32 [H, total]. 1 / sqrt(sum q^2 + 1e-6) of each row, or 1 without the L2 norm.
     """

@@ -1,12 +1,12 @@
-"""The kernels' twins in torch: the same stages with the same roundings, in fp32, on a CPU or (for tests) on a GPU.
+"""The kernels' twins in torch: the same stages with the same roundings, on a CPU or (for tests) on a GPU.
 
-Where a kernel feeds a bf16 operand to a product, the twin rounds there too; where a kernel keeps fp32, so does the
-twin. The two differ by the order of sums alone, which now and then moves a rounding by one bf16 step.
+Where a kernel feeds a bf16 operand to a product, the twin rounds there too; where a kernel keeps fp32, so does
+the twin. They differ by the order of sums alone, which now and then moves a rounding by one bf16 step.
 
 Notation of one chunk, rows are tokens (i, j), all decays at most 1:
     e_i = 2^b_i    f_i = 2^(b_C - b_i)    G_ij = 2^(b_i - b_j) for i >= j, else 0    q^ = rq q    k^ = rk k
-b_C is the decay of the whole chunk. A short last chunk is padded to 64 rows that repeat its last b, with beta, q, k,
-v and dO of 0, so that padded rows add nothing anywhere.
+b_C is the decay of the whole chunk. A short last chunk is padded to 64 rows that repeat its last b, with beta,
+q, k, v and dO of 0, so that padded rows add nothing anywhere.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from cake.gdn.plan import CHUNK, Sequences
 LOG2E = 1.4426950408889634
 MIN_LOG_DECAY = -88.0
 NORM_EPS = 1e-6
+# Below it a token writes nothing that fp32 could see beside any other.
+LEAST_BETA = 2.0**-60
 # Chunks times heads worked on at once: 64 x 128 fp32 values each, 8 MiB per operand.
 TILE = 256
 
@@ -141,8 +143,8 @@ def adj(
         for chunk, tile in group.steps(reverse=True):
             now = state[: tile.count]
             rounded = _bf16(now)
-            # The adjoint after a sequence's last chunk has a slot only with dht; sequences of `chunk + 1` chunks
-            # stand at the end of the group's order.
+            # The adjoint after a sequence's last chunk has a slot only with dht. Sequences that end with this
+            # chunk are the last of the active ones.
             stored = tile.count if edge else group.active(chunk + 1)
             tape[group.slots(chunk, stored, edge, after=True)] = rounded[:stored].mT.to(tape.dtype)
             decay = tile.heads_of(prep.b)
@@ -182,13 +184,16 @@ def out(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The parallel rest of the backward; see `_stages`. Per chunk, from S, R, Y and the rebuilt D alone:
 
-    dP = scale (dO D^T) G      dL = -(Y D^T) G below the diagonal
+    dP = scale (dO D^T) G               dL = -(Y D^T) G below the diagonal
     dq^ = scale e dO S^T + dP k^        X = -e Y S^T + dL k^        A = f D R^T
     dk^ = beta X + kk                   kk = A + dP^T q^ + (beta dL)^T k^
     dbeta = Y . v + k^ . X              db = q^ . dq^ + beta k^ . X - k^ . kk
-    db_C += sum k^ . A + e_C <S, R>     dg_t = sum of db from t to the end of the chunk      dv = beta Y
+    db_C += sum k^ . A + e_C <S, R>     dg_t = sum of db from t to the end of the chunk
+    dv = beta Y
 
-    The row dots of db use the bf16 q^ and k^ that the products used: a pair of tokens then cancels in dg to fp32.
+    dg is a difference of large sums in which the two sides of every pair of tokens cancel. They do so to fp32
+    because both sides use the same bf16 operands: q^ and k^ for products and row dots alike, and one rounding
+    of beta dL. X is therefore kept as m X, with m = beta, or 1 where beta is too small to divide dbeta by.
     """
     total, heads, dim = seqs.total, q.shape[2], q.shape[3]
     v_heads, v_dim = v.shape[2], v.shape[3]
@@ -214,23 +219,25 @@ def out(
         residual = value - grow[..., None] * (kg @ state.mT)
         delta = _bf16(tile.inverse(prep.t) @ _bf16(gate * residual))
         d_scores = _bf16(scale * mask * (grad @ delta.mT))
-        d_lower = -torch.tril(mask, -1) * (adjoint @ delta.mT)
-        d_lower, d_lower_gated = _bf16(d_lower), _bf16(gate * d_lower)
+        # m dL is rounded once and serves row i and column j of a pair alike: they cancel in dg.
+        live = (gate.abs() >= LEAST_BETA).float()
+        by = torch.where(live > 0, gate, 1.0)
+        d_lower = _bf16(-by * torch.tril(mask, -1) * (adjoint @ delta.mT))
 
         d_query = _bf16((scale * grow)[..., None] * grad) @ state + d_scores @ kg
-        erased = _bf16(-grow[..., None] * adjoint) @ state + d_lower @ kg
+        erased = _bf16(-by * grow[..., None] * adjoint) @ state + d_lower @ kg
         written = _bf16(fade[..., None] * delta) @ adj_state
-        d_key = written + d_scores.mT @ qg + d_lower_gated.mT @ kg
+        d_key = written + d_scores.mT @ qg + (live * d_lower).mT @ kg
 
         erased_dot = _dot(kg, erased)
-        db = _dot(qg, d_query) + gate[..., 0] * erased_dot - _dot(kg, d_key)
+        db = _dot(qg, d_query) + live[..., 0] * erased_dot - _dot(kg, d_key)
         # A padded last row passes this on to the chunk's last token: the padded db are 0.
         db[..., -1] += _dot(kg, written).sum(-1) + last * (state * adj_state).sum((-2, -1))
         tile.store(dg.view(total, v_heads), db.flip(-1).cumsum(-1).flip(-1))
-        tile.store(dbeta.view(total, v_heads), _dot(adjoint, value) + erased_dot)
+        tile.store(dbeta.view(total, v_heads), _dot(adjoint, value) + erased_dot / by[..., 0])
         tile.store(dv.view(total, v_heads, v_dim), gate * adjoint)
 
-        d_query, d_key = _group_sum(d_query, heads), _group_sum(gate * erased + d_key, heads)
+        d_query, d_key = _group_sum(d_query, heads), _group_sum(live * erased + d_key, heads)
         if l2norm:
             d_query = q_norm[..., None] * (d_query - q_hat * _dot(q_hat, d_query)[..., None])
             d_key = k_norm[..., None] * (d_key - k_hat * _dot(k_hat, d_key)[..., None])
@@ -242,7 +249,9 @@ def out(
 class _Tile:
     """Chunks that are worked on at once, gathered from flat tokens into padded rows and stored back."""
 
-    def __init__(self, start: torch.Tensor, rows: torch.Tensor, full: bool, slots: tuple[int, int] | None = None):
+    def __init__(
+        self, start: torch.Tensor, rows: torch.Tensor, full: bool, slots: tuple[int, int] | None = None
+    ):
         """start, rows: int64 [count], first flat token and tokens of each chunk; full: every chunk has 64."""
         local = torch.arange(CHUNK, device=start.device)
         self.count = start.shape[0]
@@ -363,7 +372,7 @@ def _decays(b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def _decay_mask(b: torch.Tensor, *, strict: bool) -> torch.Tensor:
-    """G [count, h, 64, 64]; the entries above the diagonal never meet an exponential, which could overflow."""
+    """G [count, h, 64, 64]; entries above the diagonal never meet an exponential, which could overflow."""
     above = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=b.device).triu(0 if strict else 1)
     return (b[..., :, None] - b[..., None, :]).masked_fill(above, float("-inf")).exp2()
 

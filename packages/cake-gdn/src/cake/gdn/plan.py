@@ -1,10 +1,10 @@
 """How a call's tokens fall into sequences and chunks: pure functions of shapes and boundaries.
 
-Tokens are numbered flat over the batch, ``t = b * tokens + i``. Every sequence is cut into chunks of `CHUNK` tokens
-that restart at its first token; only its last chunk may be shorter. An empty sequence has no chunk.
+Tokens are numbered flat over the batch, ``t = b * tokens + i``. Every sequence is cut into chunks of `CHUNK`
+tokens that restart at its first token; only its last chunk may be shorter. An empty sequence has no chunk.
 
-A tape holds one state per *slot*. The slots of a call are numbered sequence by sequence, so that their number grows
-with the tokens and not with the number of sequences:
+A tape holds one state per *slot*. The slots of a call are numbered sequence by sequence, so that their number
+grows with the tokens and not with the number of sequences:
 
 * the state S before chunk c; without an initial state the one before chunk 0 is zero and has no slot;
 * the adjoint R after chunk c; without a gradient of the final state the one after the last chunk has no slot.
@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Sequences:
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each sequence."""
         bounds = self._host()
-        return tuple(end - start for start, end in zip(bounds, bounds[1:], strict=False))
+        return tuple(end - start for start, end in pairwise(bounds))
 
     @cached_property
     def chunk_counts(self) -> tuple[int, ...]:
@@ -130,12 +130,12 @@ def _packed(bounds: tuple[int, ...], tokens: int) -> Sequences:
         raise ValueError(f"boundaries must hold at least 2 values, got {len(bounds)}")
     if bounds[0] != 0:
         raise ValueError(f"boundaries must start at 0, got {bounds[0]}")
-    for i, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for i, (start, end) in enumerate(pairwise(bounds)):
         if end < start:
             raise ValueError(f"boundaries must not decrease, got {start} then {end} at index {i + 1}")
     if bounds[-1] != tokens:
         raise ValueError(f"boundaries must end at T={tokens}, got {bounds[-1]}")
-    lengths = [end - start for start, end in zip(bounds, bounds[1:], strict=False)]
+    lengths = [end - start for start, end in pairwise(bounds)]
     chunks = sum(-(-length // CHUNK) for length in lengths)
     return Sequences(
         batch=1,
@@ -159,7 +159,7 @@ def packed(boundaries: Sequence[int], tokens: int) -> Sequences:
 
 
 def packed_on_device(cu_device: torch.Tensor, tokens: int) -> Sequences:
-    """Packed sequences whose boundaries exist on a device only: nothing is read back, so capacities are bounds."""
+    """Packed sequences with boundaries on a device only: nothing is read back, so capacities are bounds."""
     n = cu_device.shape[0] - 1
     return Sequences(
         batch=1,
