@@ -11,6 +11,7 @@ Errors          CakeError and its kinds
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -101,3 +102,9 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+if os.environ.get("CAKE_LOG", "").strip():
+    from ._logging import set_level_from_environment
+
+    set_level_from_environment()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-__all__ = ["VARIABLES", "Variable", "get", "truth"]
+__all__ = ["VARIABLES", "Variable", "get"]
 
 
 @dataclass(frozen=True)
@@ -19,20 +19,23 @@ class Variable:
 
 VARIABLES: tuple[Variable, ...] = (
     Variable("CAKE_CACHE_DIR", "folder of compiled libraries", "the user's cache folder"),
-    Variable("CAKE_CUDA_ARCH_LIST", "architectures that `cake prebuild` builds, like '9.0a;10.0a'", "the device's own"),
+    Variable(
+        "CAKE_CUDA_ARCH_LIST",
+        "architectures that `cake prebuild` builds, like '9.0a;10.0a'",
+        "the device's own",
+    ),
     Variable("CAKE_NVCC", "path of the nvcc to use", "looked for in CUDA_HOME, CUDA_PATH, PATH, PyPI wheels"),
     Variable("CAKE_JOBS", "compilers that run at once", "MAX_JOBS, else the number of usable CPUs"),
     Variable("CAKE_DISABLE_JIT", "1: never compile in this process, use prebuilt libraries only", "0"),
     Variable("CAKE_LOG", "level of the logger 'cake': debug, info, warning, error", "warning"),
     Variable("CAKE_FLA", "1: register the installed ops as backends of flash-linear-attention", "0"),
+    Variable("NVCC_CCBIN", "C++ compiler that nvcc runs for host code", "g++ on PATH"),
     Variable("MAX_JOBS", "read where CAKE_JOBS is unset", "the number of usable CPUs"),
     Variable("CUDA_HOME", "root of a CUDA toolkit", "unset"),
     Variable("CUDA_PATH", "root of a CUDA toolkit, read after CUDA_HOME", "unset"),
 )
 
 _NAMES = frozenset(variable.name for variable in VARIABLES)
-_TRUE = frozenset(("1", "true", "yes", "on"))
-_FALSE = frozenset(("0", "false", "no", "off"))
 
 
 def get(name: str, default: str | None = None) -> str | None:
@@ -43,26 +46,10 @@ def get(name: str, default: str | None = None) -> str | None:
         default: returned where the variable is unset.
 
     Raises:
-        LookupError: the table has no such variable, so that no part of cake can read one that nobody documented.
+        LookupError: the table has no such variable, so that no part of cake can read one that nobody
+            documented.
     """
     if name not in _NAMES:
         raise LookupError(f"{name} is not in cake.core.env.VARIABLES")
     value = os.environ.get(name, "").strip()
     return value if value else default
-
-
-def truth(name: str, default: bool = False) -> bool:
-    """The value of an on/off variable.
-
-    Raises:
-        ValueError: the value is none of 1/true/yes/on and 0/false/no/off, in any case.
-    """
-    value = get(name)
-    if value is None:
-        return default
-    lowered = value.lower()
-    if lowered in _TRUE:
-        return True
-    if lowered in _FALSE:
-        return False
-    raise ValueError(f"{name} must be one of 1, true, yes, on, 0, false, no, off, got {value!r}")

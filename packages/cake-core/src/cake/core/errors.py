@@ -1,7 +1,7 @@
 """Every exception that cake raises on its own account.
 
-Wrong arguments of a call raise the built-in ValueError, TypeError or NotImplementedError; these classes are for what
-a caller may want to tell apart. They live alone in this module so that any other may import them.
+Wrong arguments of a call raise the built-in ValueError, TypeError or NotImplementedError; these classes are
+for what a caller may want to tell apart. They live alone in this module so that any other may import them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ class BuildError(CakeError, RuntimeError):
         source: the source file, if the failure belongs to one.
     """
 
-    def __init__(self, message: str, *, command: str = "", output: str = "", source: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, command: str = "", output: str = "", source: str | None = None
+    ) -> None:
         super().__init__(message)
         self.command = command
         self.output = output
@@ -53,4 +55,4 @@ class BuildError(CakeError, RuntimeError):
 
 
 class NoBuildError(CakeError, RuntimeError):
-    """A library would have to be compiled where compiling is forbidden (``no_build()`` or CAKE_DISABLE_JIT)."""
+    """A library would have to be compiled where that is forbidden (``no_build()``, CAKE_DISABLE_JIT)."""

@@ -11,12 +11,12 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-__all__ = ["Flag", "FlagKind", "KernelPackage", "OpSpec", "Selection", "VARIANTS"]
+__all__ = ["VARIANTS", "Flag", "FlagKind", "KernelPackage", "OpSpec", "Selection"]
 
 FlagKind = Literal["bool", "int", "str", "bytes"]
 
@@ -57,11 +57,15 @@ class Flag:
         if self.name in _RESERVED_FLAGS:
             raise ValueError(f"Flag.name {self.name!r} is taken: every op has --cake-<op>-{self.name}")
         if self.kind not in _KINDS:
-            raise ValueError(f"Flag.kind of {self.name!r} must be one of {', '.join(_KINDS)}, got {self.kind!r}")
+            raise ValueError(
+                f"Flag.kind of {self.name!r} must be one of {', '.join(_KINDS)}, got {self.kind!r}"
+            )
         if self.kind == "bool" and not isinstance(self.default, bool):
             raise ValueError(f"Flag.default of {self.name!r} must be True or False, got {self.default!r}")
         if self.choices and self.default is not None and self.default not in self.choices:
-            raise ValueError(f"Flag.default of {self.name!r} must be one of {self.choices}, got {self.default!r}")
+            raise ValueError(
+                f"Flag.default of {self.name!r} must be one of {self.choices}, got {self.default!r}"
+            )
 
     @property
     def key(self) -> str:
@@ -102,7 +106,9 @@ class KernelPackage:
         except ModuleNotFoundError:
             found = None
         if found is None:
-            raise FileNotFoundError(f"kernel package {self.name!r}: no module named {self.module!r} is installed")
+            raise FileNotFoundError(
+                f"kernel package {self.name!r}: no module named {self.module!r} is installed"
+            )
         locations = found.submodule_search_locations
         if locations:
             return Path(next(iter(locations))) / self.path
@@ -124,8 +130,8 @@ class OpSpec:
         kernel_packages: its folders of CUDA sources.
         entry_points: public function -> "module:function", imported when first used.
         flags: its own options.
-        check_args: "module:function" called with the parsed arguments (a mapping) once the op is selected; raises
-            ValueError for a combination that the op refuses.
+        check_args: "module:function" called with the parsed arguments (a mapping) once the op is selected;
+            raises ValueError for a combination that the op refuses.
         bench: "module:attribute" that ``cake bench`` reads.
         prebuild_params: model parameters that ``prebuild`` accepts for the op -> one line of help.
 
@@ -139,30 +145,47 @@ class OpSpec:
     variants: tuple[str, ...] = VARIANTS
     selection: Selection | None = None
     kernel_packages: tuple[KernelPackage, ...] = ()
-    entry_points: Mapping[str, str] = field(default_factory=dict)
+    entry_points: Mapping[str, str] = field(default_factory=dict, hash=False)
     flags: tuple[Flag, ...] = ()
     check_args: str | None = None
     bench: str | None = None
-    prebuild_params: Mapping[str, str] = field(default_factory=dict)
+    prebuild_params: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if not _OP_NAME.match(self.name):
             raise ValueError(f"OpSpec.name must be a lower-case identifier, got {self.name!r}")
-        if not self.variants or len(set(self.variants)) != len(self.variants) or set(self.variants) - set(VARIANTS):
-            raise ValueError(f"OpSpec.variants of {self.name!r} must be some of {VARIANTS}, got {self.variants!r}")
-        for what, names in (("flags", [f.name for f in self.flags]),
-                            ("kernel_packages", [p.name for p in self.kernel_packages])):
+        if (
+            not self.variants
+            or len(set(self.variants)) != len(self.variants)
+            or set(self.variants) - set(VARIANTS)
+        ):
+            raise ValueError(
+                f"OpSpec.variants of {self.name!r} must be some of {VARIANTS}, got {self.variants!r}"
+            )
+        for what, names in (
+            ("flags", [f.name for f in self.flags]),
+            ("kernel_packages", [p.name for p in self.kernel_packages]),
+        ):
             doubled = sorted({n for n in names if names.count(n) > 1})
             if doubled:
-                raise ValueError(f"OpSpec.{what} of {self.name!r} must have distinct names, got {doubled} twice")
+                raise ValueError(
+                    f"OpSpec.{what} of {self.name!r} must have distinct names, got {doubled} twice"
+                )
         targets = dict(self.entry_points)
-        targets.update({k: v for k, v in (("check_args", self.check_args), ("bench", self.bench)) if v is not None})
+        targets.update(
+            {k: v for k, v in (("check_args", self.check_args), ("bench", self.bench)) if v is not None}
+        )
         for what, target in targets.items():
             if not _TARGET.match(target):
                 raise ValueError(f"{what!r} of {self.name!r} must be 'module:attribute', got {target!r}")
         # Frozen through and through: the mappings can't be edited after the declaration either.
         object.__setattr__(self, "entry_points", MappingProxyType(dict(self.entry_points)))
         object.__setattr__(self, "prebuild_params", MappingProxyType(dict(self.prebuild_params)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A mapping proxy can't be pickled, and a declaration travels to spawned workers.
+        values = [getattr(self, f.name) for f in fields(self)]
+        return type(self), tuple(dict(v) if isinstance(v, MappingProxyType) else v for v in values)
 
     def flag(self, key: str) -> Flag:
         """The flag called ``key`` ("recompute_state" or "recompute-state").

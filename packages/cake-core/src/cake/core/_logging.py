@@ -1,0 +1,45 @@
+"""The logger "cake": its level, and a handler that prints only where nothing else would."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+__all__ = ["set_level", "set_level_from_environment"]
+
+_logger = logging.getLogger("cake")
+
+
+class _Handler(logging.StreamHandler):  # type: ignore[type-arg]
+    """Prints to stderr, unless the program has set up logging itself: then that prints."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if logging.getLogger().handlers:
+            return
+        self.stream = sys.stderr
+        super().emit(record)
+
+
+_handler = _Handler()
+_handler.setFormatter(logging.Formatter("[%(name)s] %(levelname)s: %(message)s"))
+
+
+def set_level(level: str) -> None:
+    """Set the level of the logger "cake": debug, info, warning, error or critical."""
+    _logger.setLevel(level.upper())
+    if _handler not in _logger.handlers:
+        _logger.addHandler(_handler)
+
+
+def set_level_from_environment() -> None:
+    """Apply CAKE_LOG. A malformed value is reported as a warning: importing cake never fails for it."""
+    from .errors import ConfigError
+    from .settings import DEFAULT, resolve
+
+    try:
+        found = resolve("log", {})
+    except ConfigError as error:
+        _logger.warning("%s", error)
+        return
+    if found.source != DEFAULT:
+        set_level(found.value)
