@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from cake.core import workspace
+
 _ALLOCATORS: tuple[tuple[Any, str], ...] = (
     (torch, "empty"),
     (torch, "empty_like"),
@@ -26,16 +28,20 @@ def poisoned_empty() -> Iterator[None]:
 
     ``torch.empty``, ``torch.empty_like``, ``torch.empty_strided``, ``Tensor.new_empty`` and
     ``Tensor.new_empty_strided`` fill floating-point tensors with NaN and integer ones with the largest value
-    of their type (an index that no tensor has). It holds for every thread of the process, so also for a
-    backward's. Allocations made inside PyTorch's own C++ operators, and functions imported by name before
-    (``from torch import empty``), are not seen.
+    of their type (an index that no tensor has); so does ``cake.core.workspace`` with a buffer that it hands
+    out again. It holds for every thread of the process, so also for a backward's. Allocations made inside
+    PyTorch's own C++ operators, and functions imported by name before (``from torch import empty``), are not
+    seen.
     """
+    on_reuse = workspace.POOLS.on_reuse
     saved = [(owner, name, getattr(owner, name)) for owner, name in _ALLOCATORS]
     try:
+        workspace.POOLS.on_reuse = poison_
         for owner, name, original in saved:
             setattr(owner, name, _poisoning(original))
         yield
     finally:
+        workspace.POOLS.on_reuse = on_reuse
         for owner, name, original in saved:
             setattr(owner, name, original)
 
@@ -112,7 +118,7 @@ def permuted_view(x: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
 
 
 def spread_view(x: torch.Tensor, axis: int = -1, step: int = 2) -> torch.Tensor:
-    """The values of ``x`` as each ``step``-th entry along ``axis`` of a larger buffer, the others poisoned."""
+    """The values of ``x`` as each ``step``-th entry along ``axis`` of a larger buffer, the rest poisoned."""
     shape = list(x.shape)
     shape[axis] *= step
     index: list[slice] = [slice(None)] * x.dim()
