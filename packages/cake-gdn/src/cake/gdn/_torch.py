@@ -1,12 +1,12 @@
 """The kernels' twins in torch: the same stages with the same roundings, on a CPU or (for tests) on a GPU.
 
-Where a kernel feeds a bf16 operand to a product, the twin rounds there too; where a kernel keeps fp32, so does
-the twin. They differ by the order of sums alone, which now and then moves a rounding by one bf16 step.
+Where a kernel feeds a bf16 operand to a product, the twin rounds there too; where a kernel keeps fp32, so
+does the twin. They differ by the order of sums alone, which now and then moves a rounding by one bf16 step.
 
 Notation of one chunk, rows are tokens (i, j), all decays at most 1:
     e_i = 2^b_i    f_i = 2^(b_C - b_i)    G_ij = 2^(b_i - b_j) for i >= j, else 0    q^ = rq q    k^ = rk k
-b_C is the decay of the whole chunk. A short last chunk is padded to 64 rows that repeat its last b, with beta,
-q, k, v and dO of 0, so that padded rows add nothing anywhere.
+b_C is the decay of the whole chunk. A short last chunk is padded to 64 rows that repeat its last b, with
+beta, q, k, v and dO of 0, so that padded rows add nothing anywhere.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from functools import reduce
 
 import torch
 
+from cake.core import workspace
 from cake.gdn._stages import Prep
 from cake.gdn.plan import CHUNK, Sequences
 
+BF16 = torch.bfloat16
 LOG2E = 1.4426950408889634
 MIN_LOG_DECAY = -88.0
 NORM_EPS = 1e-6
@@ -35,7 +37,7 @@ def prep(
     total, heads, v_heads = seqs.total, q.shape[2], g.shape[2]
     rq, rk = (_inverse_norm(x, total, l2norm) for x in (q, k))
     b = g.new_empty((v_heads, total), dtype=torch.float32)
-    t = q.new_empty((v_heads, total, CHUNK), dtype=torch.bfloat16)
+    t = workspace.take("gdn", "t", (v_heads, total, CHUNK), BF16, q.device)
     keys, beta_rows = k.reshape(total, heads, -1), beta.reshape(total, v_heads)
     step = (g.float().clamp_min(MIN_LOG_DECAY) * LOG2E).reshape(total, v_heads)
     unit = torch.eye(CHUNK, device=q.device)
@@ -75,9 +77,11 @@ def scan(
     total, heads, dim = seqs.total, q.shape[2], q.shape[3]
     v_heads, v_dim = v.shape[2], v.shape[3]
     edge = initial_state is not None
-    o = v.new_empty((seqs.batch, seqs.tokens, v_heads, v_dim)) if need_output else None
+    o = v.new_empty(v.shape) if need_output else None
     final = q.new_empty((seqs.n, v_heads, dim, v_dim), dtype=torch.float32) if output_final_state else None
-    states = v.new_empty((seqs.slots(edge), v_heads, v_dim, dim)) if save_states else None
+    states = None
+    if save_states:
+        states = workspace.take("gdn", "states", (seqs.slots(edge), v_heads, v_dim, dim), BF16, v.device)
     queries, keys = q.reshape(total, heads, dim), k.reshape(total, heads, dim)
     values, beta_rows = v.reshape(total, v_heads, v_dim), beta.reshape(total, v_heads)
     for group in _groups(seqs, v_heads, q.device):
@@ -130,8 +134,8 @@ def adj(
     total, heads, dim = seqs.total, q.shape[2], q.shape[3]
     v_heads, v_dim = do.shape[2], do.shape[3]
     edge = dht is not None
-    y = do.new_empty((seqs.batch, seqs.tokens, v_heads, v_dim))
-    tape = do.new_empty((seqs.slots(edge), v_heads, v_dim, dim))
+    y = do.new_empty(do.shape)
+    tape = workspace.take("gdn", "adj_states", (seqs.slots(edge), v_heads, v_dim, dim), BF16, do.device)
     dh0 = q.new_empty((seqs.n, v_heads, dim, v_dim), dtype=torch.float32) if need_dh0 else None
     queries, keys = q.reshape(total, heads, dim), k.reshape(total, heads, dim)
     grads, beta_rows = do.reshape(total, v_heads, v_dim), beta.reshape(total, v_heads)
@@ -197,9 +201,8 @@ def out(
     """
     total, heads, dim = seqs.total, q.shape[2], q.shape[3]
     v_heads, v_dim = v.shape[2], v.shape[3]
-    dq, dk = (x.new_empty((seqs.batch, seqs.tokens, heads, dim)) for x in (q, k))
-    dv = v.new_empty((seqs.batch, seqs.tokens, v_heads, v_dim))
-    dbeta, dg = (v.new_empty((seqs.batch, seqs.tokens, v_heads), dtype=torch.float32) for _ in range(2))
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    dbeta, dg = (v.new_empty(v.shape[:3], dtype=torch.float32) for _ in range(2))
     queries, keys = q.reshape(total, heads, dim), k.reshape(total, heads, dim)
     values, grads = v.reshape(total, v_heads, v_dim), do.reshape(total, v_heads, v_dim)
     adjoints, beta_rows = y.reshape(total, v_heads, v_dim), beta.reshape(total, v_heads)

@@ -1,0 +1,235 @@
+// What the two serial walks (gdn_scan forward, gdn_adj backward) share: one CTA per (sequence, v head), its warp
+// roles, shared memory, the producer, the helper warpgroup that makes P, and the state's traffic.
+//
+// Warpgroups: 0 and 1 hold the transposed state, 64 rows of V each, in fp32 registers and never meet; 2 (helper) runs
+// a chunk ahead and makes P_ij = s r_q,i r_k,j 2^(b_i - b_j) q_i . k_j (i >= j) and the row factors; 3 (producer) loads.
+// Per chunk a stage holds k, q, x (v forward, dO backward) and T. A state warp owns 16 channels of V: it alone
+// reads them from x, so it writes its output over them and stores it without a barrier.
+#pragma once
+
+#include "cake/frag.cuh"
+#include "cake/pipe.cuh"
+#include "cake/seq.cuh"
+
+namespace cake::gdn {
+
+enum class Role { kState0, kState1, kHelper, kProducer };
+
+constexpr int kWalkThreads = 512;
+constexpr int kStages = 3, kHelperStages = 2;
+constexpr int kStateRegisters = 208, kHelperRegisters = 72, kProducerRegisters = 24;
+static_assert(2 * kStateRegisters + kHelperRegisters + kProducerRegisters == 512, "a lane slot has 512 registers");
+
+enum NamedBarrier { kHelperBarrier = 1 };
+
+struct WalkArgs {
+  View<const __nv_bfloat16> q, k, x;  // [B, T, H or HV, 128]; x is v or dO
+  Scalars beta;                       // [B, T, HV]
+  Plan plan;
+  const __nv_bfloat16* t;      // [HV, total, 64]
+  const float *b, *rq, *rk;    // [HV, total], [H, total]
+  __nv_bfloat16* out;          // [total, HV, 128]: o or Y; may be null
+  __nv_bfloat16* states;       // tape images [slots, HV, 128, 128]; may be null
+  const float* edge_in;        // [N, HV, K, V] or null: initial state, or gradient of the final state
+  float* edge_out;             // [N, HV, K, V] or null: final state, or gradient of the initial state
+  int v_heads, group;
+  float scale;
+  bool edge_slots;             // whether the tape has a slot for the sequence's edge too
+};
+
+// Row factors of a chunk, made by the helper; which they are differs by direction.
+struct Factors {
+  float a[kChunk], b[kChunk], c[kChunk], d[kChunk];
+  float decay;  // 2^b_C
+};
+
+struct WalkStage {
+  alignas(1024) uint8_t k[kTokenTileBytes];
+  alignas(1024) uint8_t q[kTokenTileBytes];
+  alignas(1024) uint8_t x[kTokenTileBytes];
+  alignas(1024) uint8_t t[kSquareTileBytes];
+};
+
+struct WalkShared {
+  WalkStage stages[kStages];
+  alignas(1024) uint8_t p[kHelperStages][kSquareTileBytes];
+  alignas(1024) uint8_t state[kStateTileBytes];  // the tape's image on its way out
+  Factors factors[kHelperStages];
+  float b[kChunk], rq[kChunk], rk[kChunk];       // the helper's own
+  Ring<kStages> ring;           // producer -> state warps and helper
+  Ring<kHelperStages> helped;   // helper -> state warps
+};
+static_assert(sizeof(WalkShared) <= 232448, "an SM gives a CTA 227 KB");
+
+struct Walk {
+  Sequence sequence;
+  int index, chunks, v_head, head;
+
+  // Chunk visited at step i, with `forward` order or its mirror.
+  __device__ __forceinline__ int chunk(int i, bool forward) const { return forward ? i : chunks - 1 - i; }
+  __device__ __forceinline__ int token(int chunk) const { return sequence.token + chunk * kChunk; }
+  __device__ __forceinline__ int rows(int chunk) const { return min(sequence.length - chunk * kChunk, kChunk); }
+};
+
+__device__ __forceinline__ Walk walk_of(const WalkArgs& args, int block) {
+  Walk w;
+  w.index = args.plan.order()[block / args.v_heads];
+  w.sequence = args.plan.sequence(w.index);
+  w.chunks = (w.sequence.length + kChunk - 1) / kChunk;
+  w.v_head = block % args.v_heads;
+  w.head = w.v_head / args.group;
+  return w;
+}
+
+__device__ __forceinline__ void walk_init(WalkShared& s, int thread) {
+  if (thread == 0) {
+    s.ring.init(128, 8 + 4);   // 128 loading threads; 8 state warps and 4 helper warps
+    s.helped.init(128, 8);
+    mbar_init_fence();
+  }
+  __syncthreads();
+}
+
+// ---- producer --------------------------------------------------------------------------------------------------
+
+template <bool kForward>
+__device__ __forceinline__ void produce(WalkShared& s, const WalkArgs& args, const Walk& walk, int thread) {
+  const int tokens = args.plan.tokens_per_batch;
+  RingState<kStages> at;
+  for (int i = 0; i < walk.chunks; ++i, at.advance()) {
+    const int chunk = walk.chunk(i, kForward), token = walk.token(chunk), rows = walk.rows(chunk);
+    WalkStage& stage = s.stages[at.stage];
+    s.ring.wait_empty(at);
+    load_rows<16, 128>(smem_addr(stage.k), args.k.row(token, tokens, walk.head), args.k.token_stride, rows, thread);
+    load_rows<16, 128>(smem_addr(stage.q), args.q.row(token, tokens, walk.head), args.q.token_stride, rows, thread);
+    load_rows<16, 128>(smem_addr(stage.x), args.x.row(token, tokens, walk.v_head), args.x.token_stride, rows, thread);
+    load_rows<8, 128>(smem_addr(stage.t), args.t + (int64_t(walk.v_head) * args.plan.total + token) * kChunk, kChunk,
+                      rows, thread);
+    cp_async_commit();
+    // The copies are ordinary writes: each thread waits for its own and fences before wgmma may read them.
+    cp_async_wait<0>();
+    fence_proxy_async();
+    s.ring.signal_full(at);
+  }
+}
+
+// ---- helper ----------------------------------------------------------------------------------------------------
+
+template <bool kForward>
+__device__ __forceinline__ void help(WalkShared& s, const WalkArgs& args, const Walk& walk, int thread) {
+  const int lane = thread & 31, warp = thread >> 5;
+  const int64_t total = args.plan.total;
+  RingState<kStages> at;
+  RingState<kHelperStages> out;
+  for (int i = 0; i < walk.chunks; ++i, at.advance(), out.advance()) {
+    const int chunk = walk.chunk(i, kForward), token = walk.token(chunk), rows = walk.rows(chunk);
+    Factors& f = s.factors[out.stage];
+    // Rows past the end: b repeats the last one, so that 2^(b_C - b) stays 1, and every factor is zero.
+    float b = 0.f, beta = 0.f, rq = 0.f, rk = 0.f, last = 0.f;
+    if (thread < kChunk) {
+      b = args.b[walk.v_head * total + token + min(thread, rows - 1)];
+      last = args.b[walk.v_head * total + token + rows - 1];
+      if (thread < rows) {
+        beta = args.beta.at(token + thread, args.plan.tokens_per_batch, walk.v_head);
+        rq = args.rq[walk.head * total + token + thread];
+        rk = args.rk[walk.head * total + token + thread];
+      }
+    }
+    s.helped.wait_empty(out);
+    if (thread < kChunk) {
+      const float grown = ex2(b), rest = ex2(last - b);
+      s.b[thread] = b, s.rq[thread] = args.scale * rq, s.rk[thread] = rk;
+      if constexpr (kForward) {
+        f.a[thread] = beta;                    // W = a v - b (k S)
+        f.b[thread] = beta * grown * rk;
+        f.c[thread] = args.scale * grown * rq;  // O = c (q S) + P D
+        f.d[thread] = rest * rk;               // S += (d D)^T k
+      } else {
+        f.a[thread] = rest * rk;               // dD = a (k R) + P^T dO
+        f.b[thread] = args.scale * grown * rq;  // R += (b dO)^T q
+        f.c[thread] = -beta * grown * rk;      // R += (c Y)^T k
+      }
+      if (thread == 0) f.decay = ex2(last);
+    }
+    bar_sync(kHelperBarrier, 128);
+
+    s.ring.wait_full(at);
+    WalkStage& stage = s.stages[at.stage];
+    float p[32];
+    wgmma_fence();
+    gemm_ss<Major::K, kChunk, Major::K, kChunk, 8>(p, smem_addr(stage.q), smem_addr(stage.k), false);
+    wgmma_commit();
+    wgmma_wait<0>();
+    pin(p);
+    if (lane == 0) s.ring.signal_empty(at);
+    const uint32_t tile = smem_addr(s.p[out.stage]);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int row = 16 * warp + (lane >> 2) + 8 * h;
+      const float b_row = s.b[row], scale = s.rq[row];
+#pragma unroll
+      for (int c = 0; c < 8; ++c) {
+        const int column = 8 * c + 2 * (lane & 3);
+        const float2 bc = *reinterpret_cast<const float2*>(s.b + column);
+        const float2 rk2 = *reinterpret_cast<const float2*>(s.rk + column);
+        const float x = row >= column ? scale * rk2.x * p[4 * c + 2 * h] * ex2(b_row - bc.x) : 0.f;
+        const float y = row >= column + 1 ? scale * rk2.y * p[4 * c + 2 * h + 1] * ex2(b_row - bc.y) : 0.f;
+        st_shared_4(tile + pair_offset<kChunk>(row, column), pack_bf16(x, y));
+      }
+    }
+    fence_proxy_async();
+    s.helped.signal_full(out);
+    bar_sync(kHelperBarrier, 128);  // b, rq and rk are rewritten for the next chunk
+  }
+}
+
+// ---- the state of a state warpgroup: S^T[64 V rows][128 K], an accumulator ---------------------------------------
+
+// From or to fp32 [K, V] of one sequence and head. `row0`: the warp's first V row.
+__device__ __forceinline__ void load_edge(float (&state)[64], const float* edge, int row0, int lane) {
+#pragma unroll
+  for (int i = 0; i < 64; ++i)
+    state[i] = edge ? edge[acc_column(i, lane) * kHeadDim + row0 + (lane >> 2) + 8 * ((i >> 1) & 1)] : 0.f;
+}
+
+__device__ __forceinline__ void store_edge(float* edge, const float (&state)[64], int row0, int lane) {
+#pragma unroll
+  for (int i = 0; i < 64; ++i)
+    edge[acc_column(i, lane) * kHeadDim + row0 + (lane >> 2) + 8 * ((i >> 1) & 1)] = state[i];
+}
+
+// Sends the bf16 state to the tape: 16 rows of this warp through its own part of the staging tile.
+__device__ __forceinline__ void store_state(uint32_t staging, __nv_bfloat16* image, const uint32_t (&f)[8][4], int row0,
+                                            int lane) {
+  if (lane == 0) bulk_wait_read();  // the previous chunk's copy has left the staging tile
+  __syncwarp();
+#pragma unroll
+  for (int s = 0; s < 8; ++s) stmatrix(frag_address<kHeadDim>(staging, row0, s, lane), f[s]);
+  fence_proxy_async();
+  __syncwarp();
+  if (lane == 0) {
+#pragma unroll
+    for (int panel = 0; panel < 2; ++panel) {
+      const int offset = panel * kHeadDim * kPanelRowBytes + row0 * kPanelRowBytes;
+      bulk_store(reinterpret_cast<uint8_t*>(image) + offset, staging + offset, 16 * kPanelRowBytes);
+    }
+    bulk_commit();
+  }
+}
+
+// Writes this warp's 16 channels of a transposed result over the same channels of the tile `x` and on to `out`,
+// [total, HV, 128]. `channel0`: the warp's first channel.
+__device__ __forceinline__ void store_channels(__nv_bfloat16* out, int64_t row_stride, int rows, uint32_t x,
+                                               const uint32_t (&f)[4][4], int channel0, int lane) {
+#pragma unroll
+  for (int s = 0; s < 4; ++s) stmatrix_trans(frag_address_trans<kChunk>(x, channel0, s, lane), f[s]);
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int row = 16 * i + (lane >> 1), group = (channel0 >> 3) + (lane & 1);
+    if (row < rows)
+      *reinterpret_cast<uint4*>(out + row * row_stride + group * 8) = ld_shared_16(x + group_offset<kChunk>(row, group));
+  }
+}
+
+}  // namespace cake::gdn

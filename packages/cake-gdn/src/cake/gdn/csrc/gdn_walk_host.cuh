@@ -1,0 +1,51 @@
+// Arguments that the host entries of both walks check and fill alike.
+#pragma once
+
+#include "cake/host.cuh"
+#include "gdn_walk.cuh"
+
+namespace cake::gdn {
+
+using namespace cake::host;
+
+inline View<const __nv_bfloat16> const_rows(const TensorView& x, const char* name,
+                                            std::initializer_list<int64_t> shape) {
+  const View<__nv_bfloat16> v = rows(x, name, shape);
+  return {v.data, v.batch_stride, v.token_stride, v.head_stride};
+}
+
+// `x`: v or dO; `edge_in`, `edge_out`, `states`, `out` as in WalkArgs.
+inline WalkArgs walk_args(TensorView q, TensorView k, TensorView x, TensorView beta, TensorView plan, int64_t n,
+                          int64_t chunk_capacity, TensorView t, TensorView b, TensorView rq, TensorView rk,
+                          Optional<TensorView> edge_in, Optional<TensorView> out, Optional<TensorView> edge_out,
+                          Optional<TensorView> states, bool edge_slots, double scale) {
+  const int64_t batch = q.size(0), tokens = q.size(1), heads = q.size(2), v_heads = x.size(2), total = batch * tokens;
+  WalkArgs args{};
+  args.q = const_rows(q, "q", {batch, tokens, heads, kHeadDim});
+  args.k = const_rows(k, "k", {batch, tokens, heads, kHeadDim});
+  args.x = const_rows(x, "v or do", {batch, tokens, v_heads, kHeadDim});
+  args.beta = scalars(beta, "beta", {batch, tokens, v_heads});
+  args.plan = plan_of(plan, n, chunk_capacity, total, tokens);
+  args.t = dense_bf16(t, "t", {v_heads, total, kChunk});
+  args.b = dense_f32(b, "b", {v_heads, total});
+  args.rq = dense_f32(rq, "rq", {heads, total});
+  args.rk = dense_f32(rk, "rk", {heads, total});
+  const std::initializer_list<int64_t> edge_shape = {n, v_heads, kHeadDim, kHeadDim};
+  if (edge_in.has_value()) args.edge_in = dense_f32(edge_in.value(), "initial_state or dht", edge_shape);
+  if (edge_out.has_value()) args.edge_out = dense_f32(edge_out.value(), "final_state or dh0", edge_shape);
+  if (out.has_value()) args.out = dense_bf16(out.value(), "o or y", {batch, tokens, v_heads, kHeadDim});
+  if (states.has_value()) {
+    const int64_t slots = edge_slots ? chunk_capacity : total / kChunk;
+    args.states = dense_bf16(states.value(), "states", {states.value().size(0), v_heads, kHeadDim, kHeadDim});
+    // With boundaries on the host the tape may be exact; the plan never names a slot past its own count.
+    if (states.value().size(0) > slots)
+      TVM_FFI_THROW(ValueError) << "states must have at most " << slots << " slots, got " << states.value().size(0);
+  }
+  args.v_heads = static_cast<int>(v_heads);
+  args.group = static_cast<int>(v_heads / heads);
+  args.scale = static_cast<float>(scale);
+  args.edge_slots = edge_slots;
+  return args;
+}
+
+}  // namespace cake::gdn
