@@ -1,0 +1,88 @@
+"""Checks of a call's arguments: cheap enough for every call, with errors that name the argument and both sides."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["check_choice", "check_tensor"]
+
+_tensor: Any = None
+
+
+def _tensor_type() -> Any:
+    global _tensor
+    if _tensor is None:
+        import torch
+
+        _tensor = torch.Tensor
+    return _tensor
+
+
+def check_tensor(
+    name: str,
+    x: Any,
+    *,
+    shape: Mapping[str, int | None] | None = None,
+    dtypes: Sequence[torch.dtype] | torch.dtype | None = None,
+    device: torch.device | None = None,
+    last_contiguous: bool = False,
+) -> None:
+    """Refuse a tensor that isn't as a call needs it. Reads metadata only: no values, no synchronisation.
+
+    Args:
+        name: the argument's name, for messages.
+        x: what the caller passed.
+        shape: axis name -> size, in order, like ``{"B": 2, "T": 64, "HV": 8}``; None is any size.
+        dtypes: the dtypes that are accepted.
+        device: the device that it must be on.
+        last_contiguous: the last axis must have stride 1 (other strides are free).
+
+    Raises:
+        TypeError: not a tensor, or another dtype.
+        ValueError: another shape, device or stride.
+    """
+    if not isinstance(x, _tensor or _tensor_type()):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    if shape is not None:
+        sizes = x.shape
+        if len(sizes) != len(shape):
+            _wrong_shape(name, shape, sizes)
+        for size, wanted in zip(sizes, shape.values()):
+            if wanted is not None and size != wanted:
+                _wrong_shape(name, shape, sizes)
+    if dtypes is not None:
+        dtype = x.dtype
+        if dtype is not dtypes and (not isinstance(dtypes, (tuple, list)) or dtype not in dtypes):
+            accepted = dtypes if isinstance(dtypes, (tuple, list)) else (dtypes,)
+            raise TypeError(f"{name} must be {' or '.join(map(_plain, accepted))}, got {_plain(dtype)}")
+    if device is not None and x.device != device:
+        raise ValueError(f"{name} must be on {device}, got {x.device}")
+    if last_contiguous and x.stride(-1) != 1 and x.shape[-1] > 1 and x.numel() > 0:
+        raise ValueError(
+            f"{name} must have a contiguous last axis (stride 1), got strides {tuple(x.stride())} "
+            f"for shape {list(x.shape)}"
+        )
+
+
+def _plain(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _wrong_shape(name: str, shape: Mapping[str, int | None], got: Sequence[int]) -> None:
+    axes = ", ".join(shape)
+    sizes = ", ".join("any" if size is None else str(size) for size in shape.values())
+    raise ValueError(f"{name} must be [{axes}]=[{sizes}], got {list(got)}")
+
+
+def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
+    """Refuse a value that isn't one of ``choices``.
+
+    Raises:
+        ValueError: naming the argument, what is accepted, and what came.
+    """
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")

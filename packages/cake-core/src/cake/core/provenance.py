@@ -1,0 +1,214 @@
+"""Which kernels a run uses: the manifest for its log, and the check that refuses others."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import re
+import sys
+from collections.abc import Mapping
+from importlib import metadata
+from typing import Any
+
+from . import config, registry
+from .errors import CakeError, ConfigError, ToolchainError
+from .spec import KernelPackage, OpSpec
+
+__all__ = ["check_requirements", "kernel_hash", "manifest", "op_version", "package_record"]
+
+SCHEMA = 1
+_HASH = re.compile(r"(?:sha256:)?([0-9a-fA-F]{12,64})\Z")
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def op_version(spec: OpSpec) -> str | None:
+    """The version of the distribution that installs the op; None where it isn't installed as one."""
+    return _version(spec.distribution)
+
+
+def package_record(package: KernelPackage) -> dict[str, Any]:
+    """What is known of one kernel package: ``content_hash`` ("sha256:…"), ``archs`` and ``error``."""
+    from .build import content_hash, read_package
+
+    try:
+        archs = sorted({record.arch for record in read_package(package).records})
+        return {"content_hash": f"sha256:{content_hash(package)}", "archs": archs, "error": None}
+    except (CakeError, OSError) as error:
+        return {"content_hash": None, "archs": [], "error": str(error)}
+
+
+def kernel_hash(spec: OpSpec, records: Mapping[str, Mapping[str, Any]] | None = None) -> str | None:
+    """The content hash of all the op's kernels: "sha256:" and 64 digits.
+
+    The hash of its kernel package where it has one; of the names and hashes of all, where it has several.
+    None where it has no kernels, or one of its packages can't be read.
+    """
+    if records is None:
+        records = {package.name: package_record(package) for package in spec.kernel_packages}
+    hashes = {name: record["content_hash"] for name, record in records.items()}
+    if not hashes or None in hashes.values():
+        return None
+    if len(hashes) == 1:
+        return str(next(iter(hashes.values())))
+    return f"sha256:{hashlib.sha256(json.dumps(sorted(hashes.items())).encode()).hexdigest()}"
+
+
+def check_requirements(require: Mapping[str, str]) -> None:
+    """Compare the installed ops with what a run demands.
+
+    Args:
+        require: op -> a version specifier (PEP 440, ``">=0.1,<0.2"``) or a content hash (``"sha256:…"`` or
+            bare hexadecimal digits, at least the first 12).
+
+    Raises:
+        UnknownOpError: an op isn't installed.
+        ConfigError: an op has another version or other kernels, or a demand is neither form; names both
+            sides.
+    """
+    for name, demand in require.items():
+        spec = registry.op_spec(name)
+        if not isinstance(demand, str):
+            raise ConfigError(
+                f"require[{name!r}] must be a version specifier or a content hash, got {demand!r}"
+            )
+        match = _HASH.match(demand.strip())
+        if match:
+            _check_hash(spec, match[1].lower())
+        else:
+            _check_version(spec, demand)
+
+
+def _check_hash(spec: OpSpec, wanted: str) -> None:
+    records = {package.name: package_record(package) for package in spec.kernel_packages}
+    found = kernel_hash(spec, records)
+    if found is None:
+        errors = [record["error"] for record in records.values() if record["error"]]
+        why = errors[0] if errors else "it has no kernel packages"
+        raise ConfigError(
+            f"op {spec.name!r} must have kernels sha256:{wanted}, and its hash can't be told: {why}"
+        )
+    if not found.removeprefix("sha256:").startswith(wanted):
+        raise ConfigError(
+            f"op {spec.name!r} must have kernels sha256:{wanted}, got {found} ({spec.distribution} "
+            f"{op_version(spec) or 'not installed as a distribution'}): its results may differ in their bits"
+        )
+
+
+def _check_version(spec: OpSpec, demand: str) -> None:
+    from packaging.specifiers import InvalidSpecifier, SpecifierSet
+
+    try:
+        specifier = SpecifierSet(demand)
+    except InvalidSpecifier:
+        raise ConfigError(
+            f"require[{spec.name!r}] must be a version specifier such as '==0.1.*' or a kernel content hash "
+            f"such as 'sha256:0123456789ab', got {demand!r}"
+        ) from None
+    if not demand.strip():
+        raise ConfigError(
+            f"require[{spec.name!r}] must be a version specifier or a content hash, got {demand!r}"
+        )
+    found = op_version(spec)
+    if found is None:
+        raise ConfigError(
+            f"op {spec.name!r} must be {spec.distribution}{demand}, and {spec.distribution} isn't installed as "
+            f"a distribution, so its version can't be told"
+        )
+    if not specifier.contains(found, prereleases=True):
+        raise ConfigError(
+            f"op {spec.name!r} must be {spec.distribution}{demand}, got {spec.distribution} {found}"
+        )
+
+
+def _compiler() -> dict[str, Any]:
+    from .toolchain import find_nvcc
+
+    try:
+        nvcc = find_nvcc()
+    except ToolchainError as error:
+        return {"path": None, "version": None, "how": None, "error": str(error)}
+    return {"path": str(nvcc.path), "version": nvcc.version, "how": nvcc.how, "error": None}
+
+
+def _device(probe: bool) -> dict[str, Any] | None:
+    from .toolchain import parse_arch
+
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        index = torch.cuda.current_device()
+        major, minor = torch.cuda.get_device_capability(index)
+        return {"name": torch.cuda.get_device_name(index), "arch": parse_arch(f"{major}.{minor}")}
+    if not probe:
+        return None
+    from ._gpu import query
+
+    gpus = query().gpus
+    if not gpus:
+        return None
+    return {"name": gpus[0].name, "arch": parse_arch("{}.{}".format(*gpus[0].capability))}
+
+
+def _vendored(spec: OpSpec) -> dict[str, Any]:
+    """The op's VENDORED.json by package: where each frozen copy came from."""
+    found: dict[str, Any] = {}
+    for package in spec.kernel_packages:
+        try:
+            path = package.root().parent / "_vendor" / "VENDORED.json"
+            recorded = json.loads(path.read_text(encoding="utf-8")).get("packages", {})
+        except (OSError, ValueError, AttributeError):
+            continue
+        for name, entry in recorded.items():
+            found[name] = {"source": entry.get("source"), "commit": entry.get("commit")}
+    return found
+
+
+def manifest(*, probe: bool = False) -> dict[str, Any]:
+    """What the bits of a run depend on, ready for ``json.dumps``: log it once at the start of a training run.
+
+    Versions of Python, torch, tvm-ffi, cake-core and each op; per op its variant and options as they would
+    run now, the content hash of its kernels, and the commit of each vendored copy; nvcc; the GPU and its
+    architecture. What can't be told is None, with the reason beside it. Imports nothing and initialises
+    nothing on the GPU.
+
+    Args:
+        probe: ask the driver for a GPU where torch hasn't initialised one. It initialises the driver in this
+            process, so leave it off in a process that forks.
+    """
+    ops: dict[str, Any] = {}
+    rows = {row.name: row for row in config.resolved()}
+    for spec in registry.ops():
+        packages = {package.name: package_record(package) for package in spec.kernel_packages}
+        variant = rows[f"{spec.name}.variant"]
+        ops[spec.name] = {
+            "distribution": spec.distribution,
+            "version": op_version(spec),
+            "variant": variant.value,
+            "variant_source": variant.source,
+            "options": {flag.key: rows[f"{spec.name}.{flag.key}"].value for flag in spec.flags},
+            "kernels": kernel_hash(spec, packages),
+            "kernel_packages": packages,
+            "vendored": _vendored(spec),
+        }
+    return {
+        "schema": SCHEMA,
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "torch": _version("torch"),
+        "apache-tvm-ffi": _version("apache-tvm-ffi"),
+        "cake-core": _version("cake-core"),
+        "nvcc": _compiler(),
+        "device": _device(probe),
+        "configured": config.configured(),
+        "deterministic": rows["deterministic"].value,
+        "workspace_pool_bytes": rows["workspace_pool_bytes"].value,
+        "require": dict(config.requirements()),
+        "ops": ops,
+        "broken_ops": {name: f"{type(error).__name__}: {error}" for name, error in registry.broken().items()},
+    }
