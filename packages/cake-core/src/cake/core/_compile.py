@@ -16,7 +16,10 @@ from cake.core import build, ptxas, toolchain
 from cake.core.errors import BuildError
 from cake.core.toolchain import Nvcc
 
-__all__ = ["Toolkit", "compile_record", "toolkit"]
+__all__ = ["Toolkit", "compile_record", "stop", "toolkit"]
+
+
+_running: set[subprocess.Popen[bytes]] = set()
 
 
 @dataclass(frozen=True)
@@ -109,9 +112,15 @@ def _forget(work: Path, record: build.Record) -> None:
     (work / f"{record.library}.so").unlink(missing_ok=True)
 
 
+def stop() -> None:
+    """Kill the compilers that this process has running, children included, after an interrupt."""
+    for process in tuple(_running):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
 def _run(command: list[str], cwd: Path) -> tuple[int, str]:
-    """(exit status, both output streams). An interrupted wait takes the compiler and its children down with
-    it."""
+    """(exit status, both output streams). An interrupted wait takes the compiler and its children down."""
     try:
         process = subprocess.Popen(
             command,
@@ -120,12 +129,12 @@ def _run(command: list[str], cwd: Path) -> tuple[int, str]:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            start_new_session=True,
+            start_new_session=True,  # a group of its own, so that killing it reaches cicc, ptxas and g++
         )
     except OSError as error:
-        raise BuildError(
-            f"{command[0]} could not be started ({error.strerror})", command=shlex.join(command)
-        ) from error
+        message = f"{command[0]} could not be started ({error.strerror})"
+        raise BuildError(message, command=shlex.join(command)) from error
+    _running.add(process)
     try:
         output, _ = process.communicate()
     except BaseException:
@@ -133,6 +142,8 @@ def _run(command: list[str], cwd: Path) -> tuple[int, str]:
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         raise
+    finally:
+        _running.discard(process)
     return process.returncode, output.decode("utf-8", errors="replace")
 
 

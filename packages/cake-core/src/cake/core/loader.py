@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -194,10 +194,17 @@ def _record(op: str | OpSpec, library: str, arch: str) -> tuple[str, build.Packa
     raise ValueError(f"{name} has no library {library!r}; it has {known}")
 
 
-def ensure(package: build.Package, record: build.Record, *, run_here: bool = False) -> cache.Entry:
+def ensure(
+    package: build.Package,
+    record: build.Record,
+    *,
+    run_here: bool = False,
+    on_build: Callable[[], None] | None = None,
+) -> cache.Entry:
     """The checked cache entry of a record, built if need be.
 
     Args:
+        on_build: called when this process itself begins to compile.
         run_here: it will run on this machine, so a driver that is too old for it is an error.
 
     Raises:
@@ -231,7 +238,7 @@ def ensure(package: build.Package, record: build.Record, *, run_here: bool = Fal
             )
         if run_here:
             toolchain.check_driver(nvcc.version, what)
-        entry = _make(package, record, files, source, key, _compile.toolkit(nvcc, record.arch))
+        entry = _make(package, record, files, source, key, _compile.toolkit(nvcc, record.arch), on_build)
     if run_here:
         toolchain.check_driver(str(entry.meta["nvcc"]["version"]), record.library)
     return entry
@@ -244,9 +251,12 @@ def _make(
     source: str,
     key: str,
     tools: _compile.Toolkit,
+    on_build: Callable[[], None] | None,
 ) -> cache.Entry:
     def make(work: Path) -> dict[str, Any]:
         logger.info("building %s for %s with nvcc %s", record.library, record.arch, tools.nvcc.version)
+        if on_build is not None:
+            on_build()
         return {**_compile.compile_record(package, record, tools, work), "source_key": source}
 
     try:
@@ -283,9 +293,15 @@ def remember(op: str, record: build.Record, entry: cache.Entry) -> None:
         _state.ready[(op, record.library, record.arch)] = entry
 
 
-def prebuilt(op: str, record: build.Record) -> bool:
-    """Whether this process has prebuilt the record since the last ``release()``."""
-    return (op, record.library, record.arch) in _state.ready
+def prebuilt(op: str, record: build.Record) -> cache.Entry | None:
+    """The entry that this process has prebuilt for the record since the last ``release()``, if any."""
+    return _state.ready.get((op, record.library, record.arch))
+
+
+def forget_prebuilt() -> None:
+    """Forget what prebuild made; what is loaded stays so."""
+    with _lock:
+        _state.ready.clear()
 
 
 def loaded() -> tuple[Loaded, ...]:

@@ -312,8 +312,8 @@ def check_driver(version: str, what: str) -> None:
     major = int(version.split(".")[0])
     if driver is not None and major > driver[0]:
         raise ToolchainError(
-            f"{what} comes from nvcc {version} and needs a driver for CUDA {major}, and this machine's driver "
-            f"serves CUDA {driver[0]}.{driver[1]}; update the driver, or point CAKE_NVCC at an nvcc of CUDA "
+            f"{what} comes from nvcc {version} and needs a driver for CUDA {major}, but this machine's "
+            f"driver serves CUDA {driver[0]}.{driver[1]}; update the driver, or point CAKE_NVCC at an nvcc of CUDA "
             f"{driver[0]}"
         )
 
