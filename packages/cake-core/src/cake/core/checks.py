@@ -1,4 +1,4 @@
-"""Checks of a call's arguments: cheap enough for every call, with errors that name the argument and both sides."""
+"""Checks of a call's arguments, cheap enough for every call; errors name the argument and both sides."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def check_tensor(
         sizes = x.shape
         if len(sizes) != len(shape):
             _wrong_shape(name, shape, sizes)
-        for size, wanted in zip(sizes, shape.values()):
+        for size, wanted in zip(sizes, shape.values(), strict=True):
             if wanted is not None and size != wanted:
                 _wrong_shape(name, shape, sizes)
     if dtypes is not None:

@@ -31,8 +31,8 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("CAKE_FLA", "1: register the installed ops as backends of flash-linear-attention", "0"),
     Variable("NVCC_CCBIN", "C++ compiler that nvcc runs for host code", "g++ on PATH"),
     Variable("MAX_JOBS", "read where CAKE_JOBS is unset", "the number of usable CPUs"),
-    Variable("CUDA_HOME", "root of a CUDA toolkit", "unset"),
-    Variable("CUDA_PATH", "root of a CUDA toolkit, read after CUDA_HOME", "unset"),
+    Variable("CUDA_HOME", "root of a CUDA toolkit", "not looked into"),
+    Variable("CUDA_PATH", "root of a CUDA toolkit, read after CUDA_HOME", "not looked into"),
 )
 
 _NAMES = frozenset(variable.name for variable in VARIABLES)

@@ -15,13 +15,21 @@ from . import config, registry
 from .errors import CakeError, ConfigError, ToolchainError
 from .spec import KernelPackage, OpSpec
 
-__all__ = ["check_requirements", "kernel_hash", "manifest", "op_version", "package_record"]
+__all__ = [
+    "check_requirements",
+    "distribution_version",
+    "kernel_hash",
+    "manifest",
+    "op_version",
+    "package_record",
+]
 
 SCHEMA = 1
 _HASH = re.compile(r"(?:sha256:)?([0-9a-fA-F]{12,64})\Z")
 
 
-def _version(distribution: str) -> str | None:
+def distribution_version(distribution: str) -> str | None:
+    """The installed version of a distribution; None where it isn't installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -30,7 +38,7 @@ def _version(distribution: str) -> str | None:
 
 def op_version(spec: OpSpec) -> str | None:
     """The version of the distribution that installs the op; None where it isn't installed as one."""
-    return _version(spec.distribution)
+    return distribution_version(spec.distribution)
 
 
 def package_record(package: KernelPackage) -> dict[str, Any]:
@@ -96,8 +104,8 @@ def _check_hash(spec: OpSpec, wanted: str) -> None:
         )
     if not found.removeprefix("sha256:").startswith(wanted):
         raise ConfigError(
-            f"op {spec.name!r} must have kernels sha256:{wanted}, got {found} ({spec.distribution} "
-            f"{op_version(spec) or 'not installed as a distribution'}): its results may differ in their bits"
+            f"op {spec.name!r} must have kernels sha256:{wanted}, got {found} ({spec.distribution}"
+            f" {op_version(spec) or 'of unknown version'}): its results may differ in their bits"
         )
 
 
@@ -118,8 +126,8 @@ def _check_version(spec: OpSpec, demand: str) -> None:
     found = op_version(spec)
     if found is None:
         raise ConfigError(
-            f"op {spec.name!r} must be {spec.distribution}{demand}, and {spec.distribution} isn't installed as "
-            f"a distribution, so its version can't be told"
+            f"op {spec.name!r} must be {spec.distribution}{demand}, and {spec.distribution} isn't installed "
+            f"as a distribution, so its version can't be told"
         )
     if not specifier.contains(found, prereleases=True):
         raise ConfigError(
@@ -200,9 +208,9 @@ def manifest(*, probe: bool = False) -> dict[str, Any]:
         "schema": SCHEMA,
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
-        "torch": _version("torch"),
-        "apache-tvm-ffi": _version("apache-tvm-ffi"),
-        "cake-core": _version("cake-core"),
+        "torch": distribution_version("torch"),
+        "apache-tvm-ffi": distribution_version("apache-tvm-ffi"),
+        "cake-core": distribution_version("cake-core"),
         "nvcc": _compiler(),
         "device": _device(probe),
         "configured": config.configured(),
