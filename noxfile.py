@@ -1,8 +1,8 @@
 """What can be done with this repository, each with `python3 -m nox -s NAME`.
 
-Needs Python 3.10 or newer and nox; everything else is installed into environments under .nox/. The sessions that need
-torch share one environment (.nox/cake), so that torch is installed once. Nothing here needs a GPU or nvcc: `kernels`
-takes NVIDIA's compiler from PyPI where none is found.
+Needs Python 3.10 or newer and nox; everything else is installed into environments under .nox/. The sessions
+that need torch share one environment (.nox/cake-3.x), so that torch is installed once. Nothing here needs a
+GPU or nvcc: `kernels` takes NVIDIA's compiler from PyPI where none is found.
 """
 
 from __future__ import annotations
@@ -23,6 +23,13 @@ CLANG_FORMAT = "clang-format==23.1.5"
 TESTING = ["pytest>=8", "pytest-xdist>=3.5", "pytest-timeout>=2.3", "numpy"]
 DEMO = ["matplotlib>=3.8", "plotext==5.3.2"]
 TYPING = ["mypy==2.4.1"]
+FIND_NVCC = """
+from cake.core import ToolchainError, toolchain
+try:
+    print(toolchain.find_nvcc().path)
+except ToolchainError:
+    pass
+"""
 BUILDING = ["build>=1.2", "hatchling>=1.26"]
 
 nox.needs_version = ">=2024.4.15"
@@ -31,15 +38,13 @@ nox.options.error_on_external_run = True
 
 
 def shared_python(session: nox.Session, *extra: str) -> str:
-    """The Python of .nox/cake: torch, the packages as editable installs, and `extra` requirements.
+    """The Python of the shared environment: torch, the packages as editable installs, `extra` requirements.
 
     The install is skipped when the same request was fulfilled before and no pyproject.toml has changed since.
     """
-    if sys.version_info < (3, 10):
-        session.error(f"cake needs Python 3.10 or newer; this is {sys.version.split()[0]}: {sys.executable}")
-    home = ROOT / ".nox" / "cake"
-    python = home / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
-    if not works(python):
+    home = ROOT / ".nox" / f"cake-{sys.version_info.major}.{sys.version_info.minor}"
+    python = home / "bin" / "python"
+    if not python.exists():
         session.run(sys.executable, "-m", "virtualenv", "--clear", "-q", str(home), external=True)
     stamp = home / "installed"
     editable = [word for package in PACKAGES for word in ("-e", str(package))]
@@ -53,12 +58,6 @@ def shared_python(session: nox.Session, *extra: str) -> str:
     else:
         session.log(f"{python} has what this session needs")
     return str(python)
-
-
-def works(python: Path) -> bool:
-    """Whether this is the Python of an environment made by the Python that runs nox (and not moved since)."""
-    marker = python.parent.parent / "pyvenv.cfg"
-    return python.exists() and f"version = {sys.version.split()[0]}" in marker.read_text().replace("_info", "")
 
 
 def run(session: nox.Session, python: str, *command: str, **env: str) -> None:
@@ -114,17 +113,16 @@ def types(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def kernels(session: nox.Session) -> None:
-    """Compile every CUDA library for sm_90a and check the frozen copies. Needs no GPU; brings nvcc if there is none."""
+    """Compile every CUDA library for sm_90a and check the frozen copies; brings nvcc if there is none."""
     python = shared_python(session)
     run(session, python, "tools/vendor_cake.py", "check")
-    if shutil.which("nvcc") is None and not os.environ.get("CAKE_NVCC") and not os.environ.get("CUDA_HOME"):
+    if not session.run(python, "-c", FIND_NVCC, external=True, silent=True).strip():
         session.log("no nvcc here: installing NVIDIA's compiler from PyPI (cake-core[nvcc])")
-        python = shared_python(session, f"{PACKAGES[0]}[nvcc]")
-    run(session, python, "-m", "cake.core.cli", "doctor")
+        python = shared_python(session, f"cake-core[nvcc] @ {PACKAGES[0].as_uri()}")
     cache = Path(session.create_tmp()) / "kernels"
     shutil.rmtree(cache, ignore_errors=True)
     cache.mkdir(parents=True)
-    run(session, python, "-m", "cake.core.cli", "prebuild", "--arch", "sm_90a", CAKE_CACHE_DIR=str(cache))
+    run(session, python, "-m", "cake.core", "prebuild", "--arch", "sm_90a", CAKE_CACHE_DIR=str(cache))
 
 
 @nox.session(reuse_venv=True)
@@ -138,4 +136,4 @@ def wheels(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Time the kernels on this machine's GPU: `nox -s bench -- gdn --vs flashqla`."""
     python = shared_python(session)
-    run(session, python, "-m", "cake.core.cli", "bench", *(session.posargs or ["gdn"]))
+    run(session, python, "-m", "cake.core", "bench", *(session.posargs or ["gdn"]))

@@ -1,4 +1,4 @@
-"""Text that every Python installation has: the standard library's own sources, packed whole file by whole file."""
+"""Text that every Python installation has: the standard library's own sources, in whole files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SKIP = {"__pycache__", "dist-packages", "encodings", "idlelib", "site-packages",
 class Pack:
     """Several documents, one after another.
 
-    tokens, targets (Tensor): `[T]`, int64; the byte at each position and the one after it in the same document.
+    tokens, targets (Tensor): `[T]`, int64; the byte at each position and the one after it in its document.
     position (Tensor): `[T]`, int64; distance from the start of the document.
     bounds (Tensor): `[N + 1]`, int64, always on the CPU; where the documents start, and T.
     """
@@ -40,7 +40,7 @@ class Pack:
 
 
 def read_sources(longest: int) -> tuple[list[bytes], list[bytes]]:
-    """The standard library's sources of at most `longest` bytes: (to train on, held out: one file in twenty)."""
+    """The standard library's sources below `longest` bytes: (to train on, held out: one file in twenty)."""
     root = Path(sysconfig.get_paths()["stdlib"])
     texts = []
     for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
@@ -49,7 +49,9 @@ def read_sources(longest: int) -> tuple[list[bytes], list[bytes]]:
             if 64 <= len(text) < longest and BORDER not in text:
                 texts.append(text)
     if len(texts) < 20:
-        raise RuntimeError(f"expected at least 20 source files of the standard library under {root}, got {len(texts)}")
+        raise RuntimeError(
+            f"expected at least 20 source files of the standard library under {root}, got {len(texts)}"
+        )
     return [t for i, t in enumerate(texts) if i % 20 != 7], texts[7::20]
 
 
@@ -65,7 +67,7 @@ def pack(texts: list[bytes]) -> Pack:
 
 
 def packs(texts: list[bytes], tokens: int, seed: int) -> Iterator[Pack]:
-    """Packs of at most `tokens` tokens, for ever: each pass over the files has its own order, given by the seed."""
+    """Packs of at most `tokens` tokens, for ever, in an order that the seed decides."""
     order = random.Random(seed)
     waiting: list[bytes] = []
     used = 0

@@ -1,12 +1,14 @@
 """A small hybrid language model: gated delta rule layers, and softmax attention in every fourth layer.
 
-The gated delta rule layer is the one of Qwen3-Next: one fused projection for q, k and v, a short causal convolution,
-`cake.gdn.chunk_gated_delta_rule` with the L2 norm, the gate and beta's sigmoid in the kernel, a gated norm, a projection.
-All documents of a pack are computed in one call; neither the convolution, the state nor attention crosses a boundary.
+The gated delta rule layer is the one of Qwen3-Next: one fused projection for q, k and v, a short causal
+convolution, `cake.gdn.chunk_gated_delta_rule` with the L2 norm, the gate and beta's sigmoid in the kernel,
+a gated norm, a projection. All documents of a pack are computed in one call; neither the convolution, the
+state nor attention crosses a boundary.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -30,7 +32,7 @@ class Size:
 
 
 class Cache(dict[int, tuple[Tensor, ...]]):
-    """What each layer keeps between calls that continue one document, by layer number; and how far they have come."""
+    """What each layer, by its number, keeps between calls on one document; and the tokens so far."""
 
     length = 0
 
@@ -51,7 +53,7 @@ class GatedDeltaNet(nn.Module):
         self.out = nn.Linear(size.value_heads * HEAD, size.width, bias=False)
 
     def convolve(self, x: Tensor, position: Tensor, earlier: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Causal convolution over time of `[T, C]` that starts anew in every document; also the rows to keep."""
+        """Causal convolution over time of `[T, C]`, anew in every document; also the rows to keep."""
         if earlier is None:
             earlier = x.new_zeros(REACH - 1, x.shape[1])
         rows = torch.cat([earlier, x])
@@ -90,7 +92,7 @@ class GatedDeltaNet(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal softmax attention inside each document. It has no positions of its own: the other layers give order."""
+    """Causal softmax attention inside each document. It needs no positions: the other layers give order."""
 
     def __init__(self, size: Size, number: int) -> None:
         super().__init__()
@@ -101,25 +103,23 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, position: Tensor, bounds: Tensor, cache: Cache | None) -> Tensor:
         q, k, v = self.qkv(x).view(x.shape[0], 3, self.heads, -1).permute(1, 2, 0, 3).unbind(0)
         q, k = F.rms_norm(q, q.shape[-1:]), F.rms_norm(k, k.shape[-1:])
-        starts = bounds.tolist()
         if cache is not None:
             if self.number in cache:
                 earlier_k, earlier_v = cache[self.number]
                 k, v = torch.cat([earlier_k, k], dim=1), torch.cat([earlier_v, v], dim=1)
             cache[self.number] = (k, v)
-        if k.shape[1] != q.shape[1]:
-            if q.shape[1] != 1:
-                raise NotImplementedError(f"a call that continues a document takes one token, got {q.shape[1]}")
-            o = F.scaled_dot_product_attention(q[None], k[None], v[None])[0]
+        causal = k.shape[1] == q.shape[1]
+        if causal:
+            documents = [slice(start, end) for start, end in itertools.pairwise(bounds.tolist())]
+        elif q.shape[1] == 1:
+            documents = [slice(None)]
         else:
-            documents = [slice(a, b) for a, b in zip(starts, starts[1:], strict=False)]
-            o = torch.cat(
-                [
-                    F.scaled_dot_product_attention(q[None, :, d], k[None, :, d], v[None, :, d], is_causal=True)[0]
-                    for d in documents
-                ],
-                dim=1,
-            )
+            raise NotImplementedError(f"expected one token to continue a document, got {q.shape[1]}")
+        parts = [
+            F.scaled_dot_product_attention(q[None, :, d], k[None, :, d], v[None, :, d], is_causal=causal)[0]
+            for d in documents
+        ]
+        o = torch.cat(parts, dim=1)
         return self.out(o.transpose(0, 1).reshape(x.shape))
 
 
@@ -149,7 +149,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Next-byte logits `[T, vocabulary]` for a pack of documents (see data.Pack), or for one that continues `cache`."""
+    """Next-byte logits `[T, vocabulary]` for a pack of documents, or for the one that `cache` is about."""
 
     def __init__(self, size: Size, vocabulary: int) -> None:
         super().__init__()
@@ -161,7 +161,9 @@ class Model(nn.Module):
             if weight.ndim == 2 and name.endswith("weight"):
                 nn.init.normal_(weight, std=0.02 if "embedding" in name else weight.shape[1] ** -0.5)
             if name.endswith(("out.weight", "down.weight", "head.weight")):
-                nn.init.zeros_(weight)  # every layer starts as the identity, and every byte as likely as another
+                nn.init.zeros_(
+                    weight
+                )  # every layer starts as the identity, and every byte as likely as another
 
     def forward(self, tokens: Tensor, position: Tensor, bounds: Tensor, cache: Cache | None = None) -> Tensor:
         x = self.embedding(tokens)
@@ -176,7 +178,7 @@ class Model(nn.Module):
 def continue_text(
     model: Model, start: bytes, length: int, *, border: int, temperature: float, seed: int
 ) -> bytes:
-    """`start` and up to `length` bytes after it, each from the state so far; ends early where the document ends."""
+    """`start` and up to `length` bytes after it, each from the state so far; fewer if the document ends."""
     device = model.head.weight.device
     generator = torch.Generator().manual_seed(seed)
     cache = Cache()

@@ -1,8 +1,9 @@
 """Train a small hybrid language model through cake, show what it learned, and show that its bits repeat.
 
-The text is the standard library's own sources; the model is in model.py. On a CPU this takes about three minutes; on a
-GPU the model, the packs and the number of steps are far larger. Everything is a function of the seed: after training, the
-first steps are run again from the start and must give the same losses and the same parameters, bit for bit.
+The text is the standard library's own sources; the model is in model.py. On a CPU this takes about three
+minutes; on a GPU the model, the packs and the number of steps are far larger. Everything is a function of
+the seed: after training, the first steps are run again from the start and must give the same losses and the
+same parameters, bit for bit.
 """
 
 from __future__ import annotations
@@ -27,7 +28,14 @@ from data import BORDER, VOCABULARY, Pack, packs, read_sources
 from model import Model, Size, continue_text
 from rich.console import Console
 from rich.panel import Panel
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -38,7 +46,7 @@ console = Console()
 
 @dataclass(frozen=True)
 class Plan:
-    """How much to train: a model, the tokens of a step, the number of steps, and the learning rate at its highest."""
+    """How much to train: a model, the tokens of a step, the number of steps, the highest learning rate."""
 
     size: Size
     tokens: int
@@ -50,7 +58,9 @@ class Plan:
 
 SMOKE = Plan(Size(64, 4, heads=1, value_heads=1, attention_heads=1), 512, 6, 2e-3, repeat=2, sample=16)
 CPU = Plan(Size(256, 4, heads=1, value_heads=2, attention_heads=4), 4096, 150, 2.5e-3, repeat=3, sample=400)
-GPU = Plan(Size(1024, 12, heads=4, value_heads=8, attention_heads=16), 65536, 600, 1e-3, repeat=10, sample=1200)
+GPU = Plan(
+    Size(1024, 12, heads=4, value_heads=8, attention_heads=16), 65536, 600, 1e-3, repeat=10, sample=1200
+)
 
 
 @dataclass(frozen=True)
@@ -125,7 +135,7 @@ def train(
             optimizer.zero_grad(set_to_none=True)
             losses.append(loss.detach())
             seen += batch.tokens.shape[0]
-            if device.type == "cpu" or step % 10 == 9 or step + 1 == steps:  # reading the loss waits for the GPU
+            if device.type == "cpu" or step % 10 == 9 or step + 1 == steps:  # reading it waits for the GPU
                 speed = seen / (time.perf_counter() - started)
                 progress.update(task, completed=step + 1, loss=loss.item(), speed=speed)
             if step + 1 in note_at:
@@ -194,11 +204,16 @@ def compare(first: Result, second: Result, repeat: int) -> bool:
 
 def describe(model: Model, plan: Plan, device: torch.device, texts: list[bytes]) -> None:
     parameters = sum(p.numel() for p in model.parameters())
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    where = (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"CPU, {torch.get_num_threads()} threads"
+    )
     console.print(
         Panel(
-            f"{parameters / 1e6:.1f} M parameters: {plan.size.layers} layers of width {plan.size.width}, softmax attention"
-            f" in every fourth, the gated delta rule (H={plan.size.heads}, HV={plan.size.value_heads}) in the others\n"
+            f"{parameters / 1e6:.1f} M parameters: {plan.size.layers} layers of width {plan.size.width},"
+            f" softmax attention in every fourth, the gated delta rule (H={plan.size.heads},"
+            f" HV={plan.size.value_heads}) in the others\n"
             f"{len(texts)} files of Python's standard library, {sum(map(len, texts)) / 1e6:.1f} MB;"
             f" {plan.steps} steps of up to {plan.tokens} bytes, whole files packed\n"
             f"{where}, torch {torch.__version__}, cake.core {cake.core.__version__}",
@@ -212,7 +227,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="steps to train (default: what fits the device)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, … (default: a GPU where there is one)")
     parser.add_argument("--seed", type=int, default=0, help="decides everything that is random (default: 0)")
-    parser.add_argument("--out", type=Path, default=Path("demo-out"), help="where to write (default: demo-out)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("demo-out"), help="folder to write (default: demo-out)"
+    )
     parser.add_argument("--smoke", action="store_true", help="a few tiny steps: shows that everything runs")
     args = parser.parse_args()
     if args.steps is not None and args.steps < 1:
@@ -246,7 +263,9 @@ def main() -> int:
     console.print(Panel(Text(written.decode("utf-8", "replace")), title="what it writes", title_align="left"))
     del model
 
-    again = train(new_model(plan, device, args.seed), texts, plan, plan.repeat, args.seed, {plan.repeat}, "again")
+    again = train(
+        new_model(plan, device, args.seed), texts, plan, plan.repeat, args.seed, {plan.repeat}, "again"
+    )
     same = compare(first, again, plan.repeat)
 
     manifest: dict[str, Any] = cake.core.manifest()

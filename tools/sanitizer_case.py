@@ -1,0 +1,74 @@
+"""A small case of every kernel, for compute-sanitizer: forwards and backwards that use every library.
+
+tools/gpu_tests.py runs it; it needs a GPU. Lengths are ragged and one sequence is empty, so that partial
+chunks, borders and the paths with and without states are all walked. Fails if a library that the op
+declares was not used.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+import cake.core
+from cake.core import loader, toolchain
+from cake.gdn import chunk_gated_delta_rule
+
+LENGTHS = (1, 70, 0, 130, 64)
+HEADS = ((1, 2), (2, 2))
+
+
+def gdn(heads: int, value_heads: int, *, states: bool, in_kernel: bool) -> None:
+    """One forward and backward; outputs are read so that nothing is optimised away."""
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device="cuda", dtype=dtype).requires_grad_()
+
+    total = sum(LENGTHS)
+    bounds = torch.tensor([0, *LENGTHS]).cumsum(0)
+    q, k = (normal(1, total, heads, 128, dtype=torch.bfloat16) for _ in range(2))
+    v = normal(1, total, value_heads, 128, dtype=torch.bfloat16)
+    g, beta = normal(1, total, value_heads), normal(1, total, value_heads)
+    initial = normal(len(LENGTHS), value_heads, 128, 128) if states else None
+    gates = {
+        "use_qk_l2norm_in_kernel": in_kernel,
+        "use_gate_in_kernel": in_kernel,
+        "use_beta_sigmoid_in_kernel": in_kernel,
+    }
+    if in_kernel:
+        gates |= {"A_log": normal(value_heads), "dt_bias": normal(value_heads)}
+    else:
+        q, k = (torch.nn.functional.normalize(x.float(), dim=-1).to(x.dtype) for x in (q, k))
+        g, beta = torch.nn.functional.logsigmoid(g), beta.sigmoid()
+    bounds_at = {"cu_seqlens_cpu": bounds} if in_kernel else {"cu_seqlens": bounds.cuda()}
+    o, final = chunk_gated_delta_rule(
+        q, k, v, g, beta, initial_state=initial, output_final_state=states, **gates, **bounds_at
+    )
+    loss = o.float().square().sum()
+    if states:
+        loss = loss + final.square().sum()
+    loss.backward()
+    torch.cuda.synchronize()
+    if not bool(torch.isfinite(loss)):
+        raise SystemExit("the case gave a loss that is not finite")
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    for recompute in (False, True):
+        cake.core.configure({"cake_gdn_recompute_state": recompute})
+        for heads, value_heads in HEADS:
+            for states in (False, True):
+                for in_kernel in (False, True):
+                    gdn(heads, value_heads, states=states, in_kernel=in_kernel)
+    arch = toolchain.device_arch(torch.device("cuda"))
+    declared = {record.library for _, record in loader.libraries("gdn", arch)}
+    if missed := declared - {library.library for library in loader.loaded()}:
+        raise SystemExit(f"no case used {', '.join(sorted(missed))}")
+    print(f"every case ran; used {', '.join(sorted(declared))}")
+
+
+if __name__ == "__main__":
+    main()
