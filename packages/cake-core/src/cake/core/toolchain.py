@@ -313,13 +313,13 @@ def check_driver(version: str, what: str) -> None:
     if driver is not None and major > driver[0]:
         raise ToolchainError(
             f"{what} comes from nvcc {version} and needs a driver for CUDA {major}, but this machine's "
-            f"driver serves CUDA {driver[0]}.{driver[1]}; update the driver, or point CAKE_NVCC at an nvcc of CUDA "
-            f"{driver[0]}"
+            f"driver serves CUDA {driver[0]}.{driver[1]}; update the driver, or point "
+            f"CAKE_NVCC at an nvcc of CUDA {driver[0]}"
         )
 
 
 def jobs(max_workers: int | None = None) -> int:
-    """How many compilers run at once: the argument, else what is configured, else CAKE_JOBS, MAX_JOBS, the
+    """How many compilers run at once: the argument, configure(), CAKE_JOBS, MAX_JOBS, the
     usable CPUs.
 
     Raises:
