@@ -23,7 +23,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -54,7 +56,8 @@ def backend_name(device: torch.device) -> str:
         return "torch"
     if device.type != "cuda":
         raise NotImplementedError(f"cake.gdn runs on CPU and CUDA tensors, got device {device}")
-    capability = _capability(torch.cuda.current_device() if device.index is None else device.index)
+    index: Any = device.index
+    capability = _capability(torch.cuda.current_device() if index is None else index)
     if capability != (9, 0):
         raise NotImplementedError(
             f"cake.gdn has CUDA kernels for sm_90 alone, got sm_{capability[0]}{capability[1]} ({device})"
@@ -62,15 +65,9 @@ def backend_name(device: torch.device) -> str:
     return "cuda"
 
 
-def stages(name: str) -> ModuleType:
-    """The module with the four stage functions of a backend."""
-    if name == "torch":
-        from cake.gdn import _torch
-
-        return _torch
-    from cake.gdn import _cuda
-
-    return _cuda
+def stages(backend: str) -> ModuleType:
+    """The module with the four stage functions of a backend, "torch" or "cuda"."""
+    return import_module(f"cake.gdn._{backend}")
 
 
 @lru_cache(maxsize=64)

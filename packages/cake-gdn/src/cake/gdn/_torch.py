@@ -411,4 +411,5 @@ def _group_sum(x: torch.Tensor, heads: int) -> torch.Tensor:
     """[count, HV, ...] -> [count, H, ...]: the sum over each group in ascending order."""
     if x.shape[1] == heads:
         return x
-    return reduce(torch.add, x.unflatten(1, (heads, -1)).unbind(2))
+    members = x.view(x.shape[0], heads, -1, *x.shape[2:]).unbind(2)
+    return reduce(torch.add, members)

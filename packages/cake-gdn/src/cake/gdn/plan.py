@@ -124,38 +124,39 @@ def batched(batch: int, tokens: int) -> Sequences:
     )
 
 
-@lru_cache(maxsize=64)
-def _packed(bounds: tuple[int, ...], tokens: int) -> Sequences:
+def packed(boundaries: Sequence[int], tokens: int, *, name: str = "boundaries") -> Sequences:
+    """Packed sequences with boundaries known on the host. The result depends on their values alone.
+
+    Raises:
+        ValueError: fewer than two boundaries, a first one that isn't 0, a decreasing one, or a last one that
+            isn't `tokens`; the message calls them `name`.
+    """
+    bounds = tuple(boundaries)
     if len(bounds) < 2:
-        raise ValueError(f"boundaries must hold at least 2 values, got {len(bounds)}")
+        raise ValueError(f"{name} must hold N + 1 >= 2 boundaries, got {len(bounds)}")
     if bounds[0] != 0:
-        raise ValueError(f"boundaries must start at 0, got {bounds[0]}")
+        raise ValueError(f"{name} must start at 0, got {bounds[0]}")
     for i, (start, end) in enumerate(pairwise(bounds)):
         if end < start:
-            raise ValueError(f"boundaries must not decrease, got {start} then {end} at index {i + 1}")
+            raise ValueError(f"{name} must not decrease, got {start} and then {end} at index {i + 1}")
     if bounds[-1] != tokens:
-        raise ValueError(f"boundaries must end at T={tokens}, got {bounds[-1]}")
+        raise ValueError(f"{name} must end at T={tokens}, got {bounds[-1]}")
+    return _packed(bounds)
+
+
+@lru_cache(maxsize=64)
+def _packed(bounds: tuple[int, ...]) -> Sequences:
     lengths = [end - start for start, end in pairwise(bounds)]
     chunks = sum(-(-length // CHUNK) for length in lengths)
     return Sequences(
         batch=1,
-        tokens=tokens,
+        tokens=bounds[-1],
         boundaries=bounds,
         cu_device=None,
         n=len(lengths),
         chunk_capacity=chunks,
         boundary_capacity=chunks - sum(length > 0 for length in lengths),
     )
-
-
-def packed(boundaries: Sequence[int], tokens: int) -> Sequences:
-    """Packed sequences with boundaries known on the host. The result depends on their values alone.
-
-    Raises:
-        ValueError: fewer than two boundaries, a first one that isn't 0, a decreasing one, or a last one that
-            isn't `tokens`.
-    """
-    return _packed(tuple(boundaries), tokens)
 
 
 def packed_on_device(cu_device: torch.Tensor, tokens: int) -> Sequences:

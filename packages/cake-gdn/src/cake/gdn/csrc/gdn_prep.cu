@@ -1,6 +1,8 @@
 // Host entries of the plan tables and of gdn_prep.
 #include "gdn_prep.cuh"
 
+#include <algorithm>
+
 #include "cake/host.cuh"
 
 namespace cake::gdn {
@@ -50,11 +52,8 @@ void gdn_prep(TensorView q, TensorView k, TensorView g, TensorView beta, TensorV
   const int64_t batch = q.size(0), tokens = q.size(1), heads = q.size(2), v_heads = g.size(2);
   const int64_t total = batch * tokens;
   PrepArgs args{};
-  auto as_const = [](View<__nv_bfloat16> v) {
-    return View<const __nv_bfloat16>{v.data, v.batch_stride, v.token_stride, v.head_stride};
-  };
-  args.q = as_const(rows(q, "q", {batch, tokens, heads, kHeadDim}));
-  args.k = as_const(rows(k, "k", {batch, tokens, heads, kHeadDim}));
+  args.q = const_rows(q, "q", {batch, tokens, heads, kHeadDim});
+  args.k = const_rows(k, "k", {batch, tokens, heads, kHeadDim});
   args.g = scalars(g, "g", {batch, tokens, v_heads});
   args.beta = scalars(beta, "beta", {batch, tokens, v_heads});
   args.plan = plan_of(plan, n, chunk_capacity, total, tokens);

@@ -8,12 +8,6 @@ namespace cake::gdn {
 
 using namespace cake::host;
 
-inline View<const __nv_bfloat16> const_rows(const TensorView& x, const char* name,
-                                            std::initializer_list<int64_t> shape) {
-  const View<__nv_bfloat16> v = rows(x, name, shape);
-  return {v.data, v.batch_stride, v.token_stride, v.head_stride};
-}
-
 // `x`: v or dO; `edge_in`, `edge_out`, `states`, `out` as in WalkArgs.
 inline WalkArgs walk_args(TensorView q, TensorView k, TensorView x, TensorView beta, TensorView plan, int64_t n,
                           int64_t chunk_capacity, TensorView t, TensorView b, TensorView rq, TensorView rk,
@@ -34,13 +28,8 @@ inline WalkArgs walk_args(TensorView q, TensorView k, TensorView x, TensorView b
   if (edge_in.has_value()) args.edge_in = dense_f32(edge_in.value(), "initial_state or dht", edge_shape);
   if (edge_out.has_value()) args.edge_out = dense_f32(edge_out.value(), "final_state or dh0", edge_shape);
   if (out.has_value()) args.out = dense_bf16(out.value(), "o or y", {batch, tokens, v_heads, kHeadDim});
-  if (states.has_value()) {
-    const int64_t slots = edge_slots ? chunk_capacity : total / kChunk;
-    args.states = dense_bf16(states.value(), "states", {states.value().size(0), v_heads, kHeadDim, kHeadDim});
-    // With boundaries on the host the tape may be exact; the plan never names a slot past its own count.
-    if (states.value().size(0) > slots)
-      TVM_FFI_THROW(ValueError) << "states must have at most " << slots << " slots, got " << states.value().size(0);
-  }
+  if (states.has_value())
+    args.states = tape_images(states.value(), "states", v_heads, edge_slots ? chunk_capacity : total / kChunk);
   args.v_heads = static_cast<int>(v_heads);
   args.group = static_cast<int>(v_heads / heads);
   args.scale = static_cast<float>(scale);

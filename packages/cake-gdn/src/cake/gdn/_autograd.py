@@ -1,0 +1,301 @@
+"""One call of the op as a node of autograd: what is saved, what is recomputed, which gradients are made.
+
+With `recompute_state` off the forward saves q, k, v, beta, its `Prep` and the tape of states; with it on, its
+inputs alone, and the backward runs the same `prep` and `scan` again: the bits are the same by construction.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from cake.gdn import _route, _stages
+from cake.gdn._route import Route
+from cake.gdn._stages import Prep
+from cake.gdn.plan import CHUNK, Sequences
+
+BF16, FP32 = torch.bfloat16, torch.float32
+# CUDA kernels load 16 bytes at a time.
+ALIGNMENT = 16
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """Extents of a call's inputs."""
+
+    q_shape: torch.Size
+    v_shape: torch.Size
+    g_dtype: torch.dtype
+    beta_dtype: torch.dtype
+    device: torch.device
+
+    def state_shape(self, seqs: Sequences) -> tuple[int, ...]:
+        return seqs.n, self.v_shape[2], self.q_shape[3], self.v_shape[3]
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a call is besides its tensors."""
+
+    seqs: Sequences
+    scale: float
+    l2norm: bool
+    output_final_state: bool
+    route: Route
+    # Whether a backward can follow.
+    differentiable: bool
+
+
+def run(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    call: Call,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Output and final state (None unless asked for), on the graph if a backward can follow."""
+    if call.seqs.total:
+        _route.note(call.route)
+    if call.differentiable:
+        apply: Any = _GatedDeltaRule.apply
+        o, final_state = apply(q, k, v, g, beta, initial_state, call)
+    else:
+        o, final_state, _, _ = _forward(q, k, v, g, beta, initial_state, call, save_states=False)
+    return o, final_state
+
+
+def is_aligned(x: torch.Tensor) -> bool:
+    """Whether the kernels can load x as it lies: last dimension contiguous, all the rest at 16 bytes."""
+    size = x.element_size()
+    return (
+        x.stride(-1) == 1
+        and x.data_ptr() % ALIGNMENT == 0
+        and all(
+            stride * size % ALIGNMENT == 0
+            for stride, extent in zip(x.stride()[:-1], x.shape[:-1], strict=True)
+            if extent > 1
+        )
+    )
+
+
+class _GatedDeltaRule(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        initial_state: torch.Tensor | None,
+        call: Call,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        ctx.set_materialize_grads(False)
+        recompute = call.route.recompute_state
+        o, final_state, prep, states = _forward(
+            q, k, v, g, beta, initial_state, call, save_states=not recompute
+        )
+        ctx.call, ctx.has_state = call, initial_state is not None
+        ctx.inputs = _Inputs(q.shape, v.shape, g.dtype, beta.dtype, v.device)
+        # Boundaries on the device are saved too: refilled in place before the backward, they raise there.
+        boundaries = call.seqs.cu_device
+        if recompute or prep is None:
+            ctx.save_for_backward(q, k, v, beta, boundaries, g, initial_state)
+        else:
+            ctx.save_for_backward(q, k, v, beta, boundaries, prep.t, prep.b, prep.rq, prep.rk, states)
+        return o, final_state
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, do: torch.Tensor | None, dht: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        call: Call = ctx.call
+        made: _Inputs = ctx.inputs
+        wanted = ctx.needs_input_grad
+        if do is None and dht is None:
+            return (None,) * 7
+        q, k, v, beta, boundaries, *tape = ctx.saved_tensors
+        seqs = call.seqs
+        if boundaries is not None:
+            _expect("cu_seqlens", boundaries, (seqs.n + 1,), boundaries.dtype, made.device)
+            seqs = replace(seqs, cu_device=boundaries)
+        for name, x, shape in (("q", q, made.q_shape), ("k", k, made.q_shape), ("v", v, made.v_shape)):
+            _expect(name, x, shape, BF16, made.device)
+        _expect("beta", beta, made.v_shape[:3], made.beta_dtype, made.device)
+        if not seqs.total:
+            grads: tuple[torch.Tensor | None, ...] = _empty_gradients(q, k, v, dht, made, seqs)
+        else:
+            do = v.new_zeros(v.shape) if do is None else _loadable(do)
+            dht = None if dht is None else dht.contiguous()
+            stages = _stages.stages(call.route.backend)
+            with _no_autocast(made.device):
+                if call.route.recompute_state:
+                    prep, states = _walk_again(stages, q, k, v, beta, tape[0], tape[1], made, seqs, call)
+                else:
+                    prep, states = Prep(*tape[:4]), tape[4]
+                _expect_tape(prep, states, made, seqs, ctx.has_state)
+                grads = _backward(
+                    stages, q, k, v, beta, do, dht, prep, states, made, seqs, call, wanted, ctx.has_state
+                )
+        return (*(x if need else None for x, need in zip(grads, wanted, strict=False)), None)
+
+
+def _forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    call: Call,
+    *,
+    save_states: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None, Prep | None, torch.Tensor | None]:
+    if not call.seqs.total:
+        final_state = None
+        if call.output_final_state and initial_state is None:
+            final_state = v.new_zeros((call.seqs.n, v.shape[2], q.shape[3], v.shape[3]), dtype=FP32)
+        elif call.output_final_state and initial_state is not None:
+            final_state = initial_state.clone(memory_format=torch.contiguous_format)
+        return v.new_empty(v.shape), final_state, None, None
+    stages = _stages.stages(call.route.backend)
+    with _no_autocast(v.device):
+        prep = stages.prep(q, k, g.float(), beta, call.seqs, l2norm=call.l2norm)
+        o, final_state, states = stages.scan(
+            q,
+            k,
+            v,
+            beta,
+            prep,
+            call.seqs,
+            scale=call.scale,
+            initial_state=None if initial_state is None else initial_state.contiguous(),
+            output_final_state=call.output_final_state,
+            save_states=save_states,
+        )
+    return o, final_state, prep, states
+
+
+def _walk_again(
+    stages: ModuleType,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    beta: torch.Tensor,
+    g: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    made: _Inputs,
+    seqs: Sequences,
+    call: Call,
+) -> tuple[Prep, torch.Tensor]:
+    _expect("g", g, made.v_shape[:3], made.g_dtype, made.device)
+    if initial_state is not None:
+        _expect("initial_state", initial_state, made.state_shape(seqs), FP32, made.device)
+        initial_state = initial_state.contiguous()
+    prep = stages.prep(q, k, g.float(), beta, seqs, l2norm=call.l2norm)
+    _, _, states = stages.scan(
+        q,
+        k,
+        v,
+        beta,
+        prep,
+        seqs,
+        scale=call.scale,
+        initial_state=initial_state,
+        save_states=True,
+        need_output=False,
+    )
+    return prep, states
+
+
+def _backward(
+    stages: ModuleType,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    beta: torch.Tensor,
+    do: torch.Tensor,
+    dht: torch.Tensor | None,
+    prep: Prep,
+    states: torch.Tensor,
+    made: _Inputs,
+    seqs: Sequences,
+    call: Call,
+    wanted: tuple[bool, ...],
+    has_state: bool,
+) -> tuple[torch.Tensor | None, ...]:
+    y, adj_states, dh0 = stages.adj(q, k, do, beta, prep, seqs, scale=call.scale, dht=dht, need_dh0=wanted[5])
+    if not any(wanted[:5]):
+        return None, None, None, None, None, dh0
+    dq, dk, dv, dbeta, dg = stages.out(
+        q,
+        k,
+        v,
+        do,
+        y,
+        beta,
+        prep,
+        states,
+        adj_states,
+        seqs,
+        scale=call.scale,
+        l2norm=call.l2norm,
+        states_edge=has_state,
+        adj_edge=dht is not None,
+    )
+    return dq, dk, dv, dg.to(made.g_dtype), dbeta.to(made.beta_dtype), dh0
+
+
+def _empty_gradients(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dht: torch.Tensor | None,
+    made: _Inputs,
+    seqs: Sequences,
+) -> tuple[torch.Tensor, ...]:
+    """Of a call without tokens: the state passed through, and so does its gradient."""
+    dg, dbeta = (v.new_empty(v.shape[:3], dtype=dtype) for dtype in (made.g_dtype, made.beta_dtype))
+    dh0 = v.new_zeros(made.state_shape(seqs), dtype=FP32) if dht is None else dht.clone()
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dg, dbeta, dh0
+
+
+def _loadable(do: torch.Tensor) -> torch.Tensor:
+    """The output's gradient as it lies, or a copy where its last dimension is expanded or strided."""
+    plain = is_aligned(do) if do.device.type == "cuda" else do.stride(-1) == 1
+    return do if plain else do.clone(memory_format=torch.contiguous_format)
+
+
+def _expect_tape(prep: Prep, states: torch.Tensor, made: _Inputs, seqs: Sequences, has_state: bool) -> None:
+    heads, dim, v_heads, v_dim = *made.q_shape[2:], *made.v_shape[2:]
+    _expect("t", prep.t, (v_heads, seqs.total, CHUNK), BF16, made.device)
+    _expect("b", prep.b, (v_heads, seqs.total), FP32, made.device)
+    _expect("rq", prep.rq, (heads, seqs.total), FP32, made.device)
+    _expect("rk", prep.rk, (heads, seqs.total), FP32, made.device)
+    _expect("states", states, (seqs.slots(has_state), v_heads, v_dim, dim), BF16, made.device)
+
+
+def _expect(
+    name: str, x: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Saved tensors may pass through hooks (offloading, checkpoints): check what came back."""
+    if x.shape != shape or x.dtype != dtype or x.device != device:
+        raise RuntimeError(
+            f"the backward's saved {name} must be {dtype} {list(shape)} on {device}, "
+            f"got {x.dtype} {list(x.shape)} on {x.device}"
+        )
+
+
+def _no_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """The stages choose their own precisions: an autocast region around the call doesn't reach into them."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return contextlib.nullcontext()

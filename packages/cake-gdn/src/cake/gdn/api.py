@@ -1,0 +1,291 @@
+"""The public entry point of the op: its signature, its documentation and every check of its arguments."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from numbers import Real
+from operator import index
+from typing import Any
+
+import torch
+
+from cake.core import config
+from cake.core.checks import check_tensor
+from cake.gdn import _autograd, _gates, _stages, plan
+from cake.gdn._route import Route, last_route
+from cake.gdn.plan import CHUNK, HEAD_DIM, Sequences
+
+__all__ = ["Route", "chunk_gated_delta_rule", "last_route"]
+
+_GATE_DTYPES = (torch.float32, torch.bfloat16)
+_INDEX_DTYPES = (torch.int32, torch.int64)
+
+
+def chunk_gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens_cpu: torch.Tensor | Sequence[int] | None = None,
+    chunk_indices: torch.Tensor | None = None,
+    cp_context: Any = None,
+    *,
+    use_gate_in_kernel: bool = False,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    chunk_size: int = CHUNK,
+    head_first: bool = False,
+    transpose_state_layout: bool | None = None,
+    variant: str | None = None,
+    recompute_state: bool | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The gated delta rule over sequences of tokens, differentiable.
+
+    With decay a = exp(g), state S [K, V] and q, k after the L2 norm, each token of a v head does
+
+        S <- a S + k (beta (v - a S^T k))^T        o = scale S^T q
+
+    Args:
+        q: bf16 `[B, T, H, 128]`. q, k and v may be strided views, say of one fused projection: their last
+            dimension must be contiguous, and on a GPU every address and stride a multiple of 16 bytes.
+        k: bf16 `[B, T, H, 128]`.
+        v: bf16 `[B, T, HV, 128]`, HV a multiple of H: v head h reads q/k head h // (HV / H).
+        g: log decay, natural log, at most 0: `[B, T, HV]`, fp32 or bf16, any strides. A value below -88
+            counts as -88. With `use_gate_in_kernel` the raw gate instead.
+        beta: `[B, T, HV]`, fp32 or bf16, any strides. With `use_beta_sigmoid_in_kernel` its logits instead.
+        scale: default 128^-0.5.
+        initial_state: fp32 `[N, HV, K, V]`, one for each sequence; zero by default. Copied unless contiguous.
+        output_final_state: also return the state after each sequence.
+        use_qk_l2norm_in_kernel: use q / sqrt(sum q^2 + 1e-6) and k alike.
+        use_beta_sigmoid_in_kernel: use sigmoid(beta).
+        allow_neg_eigval: use 2 sigmoid(beta); needs `use_beta_sigmoid_in_kernel`.
+        state_v_first: initial and final states are `[N, HV, V, K]`; a transposing copy each way.
+        cu_seqlens: boundaries of packed sequences (B = 1): N + 1 values from 0 to T, int32 or int64, empty
+            sequences allowed. On the GPU they are never read back, so that their values cannot be checked:
+            boundaries that decrease or don't span 0 to T give undefined results there. A CPU tensor is
+            checked and used as `cu_seqlens_cpu`.
+        cu_seqlens_cpu: the same as a CPU tensor or a list of ints: checked, and no synchronisation. Used
+            in place of `cu_seqlens` when both are given.
+        chunk_indices: not served.
+        cp_context: not served yet.
+        use_gate_in_kernel: use -exp(A_log) softplus(g + dt_bias) as the log decay.
+        A_log: `[HV]`, fp32 or bf16; needed by `use_gate_in_kernel`.
+        dt_bias: `[HV]`, fp32 or bf16; zero by default.
+        chunk_size: 64 alone.
+        head_first: False alone.
+        transpose_state_layout: the older name of `state_v_first`.
+        variant: "det" or "fast" for this call in place of the configured one.
+        recompute_state: for this call in place of the configured `--cake-gdn-recompute-state`.
+
+    Returns:
+        o, bf16 `[B, T, HV, 128]`, and the final state, fp32 and laid out like `initial_state`, or None.
+        Without tokens o is empty and the state passes through.
+
+    Raises:
+        TypeError: not a tensor or a number, a wrong dtype, an unknown argument.
+        ValueError: a wrong shape, device, stride or alignment, boundaries that don't fit, arguments that
+            contradict each other; also an initial or final state under a context.
+        NotImplementedError: `cp_context`, `chunk_indices`, `head_first`, another chunk size, a device without
+            kernels. Every check comes before any launch.
+
+    Gradients: for q, k, v, g, beta, A_log, dt_bias and initial_state, in their dtypes, where asked for. A
+    loss on either result alone works; an unused final state leaves every bit as it is. A gradient of o whose
+    last dimension isn't contiguous (as `o.sum().backward()` makes one) is copied once. A call keeps its
+    inputs for the backward, `cu_seqlens` included: changing them in place before it raises there.
+
+    Determinism: under det the same inputs give the same bits in every call, process and stream, whether
+    states are saved or recomputed; a sequence's bits don't depend on its neighbours in the pack.
+    """
+    if cp_context is not None:
+        _refuse_context(initial_state, output_final_state)
+    if chunk_indices is not None:
+        raise NotImplementedError("chunk_indices isn't served: leave it out, cu_seqlens says it all")
+    if head_first:
+        raise NotImplementedError("head_first isn't served: inputs are [B, T, H, 128], got head_first=True")
+    if chunk_size != CHUNK:
+        raise NotImplementedError(f"chunk_size must be {CHUNK}, got {chunk_size}")
+    if transpose_state_layout is not None:
+        if state_v_first:
+            raise ValueError("state_v_first and its older name transpose_state_layout are given both")
+        state_v_first = transpose_state_layout
+    if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
+        raise ValueError("allow_neg_eigval=True needs use_beta_sigmoid_in_kernel=True, got False")
+    scale = HEAD_DIM**-0.5 if scale is None else _number("scale", scale)
+
+    _check_inputs(q, k, v, g, beta)
+    device, v_heads = q.device, v.shape[2]
+    _check_gate(use_gate_in_kernel, A_log, dt_bias, v_heads, device)
+    seqs = _sequences(q, cu_seqlens, cu_seqlens_cpu)
+    if initial_state is not None:
+        axes = ("V", "K") if state_v_first else ("K", "V")
+        shape = {"N": seqs.n, "HV": v_heads, axes[0]: HEAD_DIM, axes[1]: HEAD_DIM}
+        check_tensor("initial_state", initial_state, shape=shape, dtypes=torch.float32, device=device)
+        if state_v_first:
+            initial_state = initial_state.transpose(-1, -2)
+    route = Route(
+        path="single",
+        variant=config.variant("gdn", variant),
+        backend=_stages.backend_name(device),
+        recompute_state=bool(config.option("gdn", "recompute_state", recompute_state)),
+    )
+
+    if use_gate_in_kernel:
+        assert A_log is not None
+        g = _gates.gate(g, A_log, dt_bias)
+    if use_beta_sigmoid_in_kernel:
+        beta = _gates.beta_sigmoid(beta, allow_neg_eigval)
+    call = _autograd.Call(
+        seqs=seqs,
+        scale=scale,
+        l2norm=bool(use_qk_l2norm_in_kernel),
+        output_final_state=bool(output_final_state),
+        route=route,
+        differentiable=torch.is_grad_enabled()
+        and any(x is not None and x.requires_grad for x in (q, k, v, g, beta, initial_state)),
+    )
+    o, final_state = _autograd.run(q, k, v, g, beta, initial_state, call)
+    if state_v_first and final_state is not None:
+        final_state = final_state.transpose(-1, -2).contiguous()
+    return o, final_state
+
+
+def _refuse_context(initial_state: torch.Tensor | None, output_final_state: bool) -> None:
+    # The contradiction first: it is an error on every rank, whatever contexts this version serves.
+    if initial_state is not None:
+        raise ValueError("initial_state must be None under cp_context, got a tensor")
+    if output_final_state:
+        raise ValueError("output_final_state must be False under cp_context, got True")
+    raise NotImplementedError("cp_context isn't served by this version of cake-gdn")
+
+
+def _check_inputs(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
+) -> None:
+    check_tensor(
+        "q",
+        q,
+        shape={"B": None, "T": None, "H": None, "K": HEAD_DIM},
+        dtypes=torch.bfloat16,
+        last_contiguous=True,
+    )
+    batch, tokens, heads, _ = q.shape
+    device = q.device
+    check_tensor(
+        "k",
+        k,
+        shape={"B": batch, "T": tokens, "H": heads, "K": HEAD_DIM},
+        dtypes=torch.bfloat16,
+        device=device,
+        last_contiguous=True,
+    )
+    check_tensor(
+        "v",
+        v,
+        shape={"B": batch, "T": tokens, "HV": None, "V": HEAD_DIM},
+        dtypes=torch.bfloat16,
+        device=device,
+        last_contiguous=True,
+    )
+    v_heads = v.shape[2]
+    if batch < 1 or heads < 1:
+        raise ValueError(f"q must have a row and a head, got [B, T, H, K]={list(q.shape)}")
+    if v_heads < 1 or v_heads % heads:
+        raise ValueError(f"v must have a multiple of H={heads} heads, got HV={v_heads}")
+    gate_shape = {"B": batch, "T": tokens, "HV": v_heads}
+    check_tensor("g", g, shape=gate_shape, dtypes=_GATE_DTYPES, device=device)
+    check_tensor("beta", beta, shape=gate_shape, dtypes=_GATE_DTYPES, device=device)
+    if device.type == "cuda" and tokens:
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            if not _autograd.is_aligned(x):
+                raise ValueError(
+                    f"{name} must have its address and strides at multiples of {_autograd.ALIGNMENT} bytes, "
+                    f"got address {x.data_ptr():#x} and strides {tuple(x.stride())} of 2 bytes"
+                )
+
+
+def _check_gate(
+    use_gate: bool,
+    a_log: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    v_heads: int,
+    device: torch.device,
+) -> None:
+    for name, x in (("A_log", a_log), ("dt_bias", dt_bias)):
+        if x is None:
+            continue
+        if not use_gate:
+            raise ValueError(f"{name} is used by use_gate_in_kernel=True alone, got use_gate_in_kernel=False")
+        check_tensor(name, x, shape={"HV": v_heads}, dtypes=_GATE_DTYPES, device=device)
+    if use_gate and a_log is None:
+        raise ValueError("A_log must be given with use_gate_in_kernel=True, got None")
+
+
+def _sequences(
+    q: torch.Tensor, cu_seqlens: torch.Tensor | None, cu_seqlens_cpu: torch.Tensor | Sequence[int] | None
+) -> Sequences:
+    batch, tokens = q.shape[:2]
+    if cu_seqlens is None and cu_seqlens_cpu is None:
+        return plan.batched(batch, tokens)
+    if batch != 1:
+        raise ValueError(f"q must be [1, T, H, 128] with cu_seqlens, got B={batch}")
+    if cu_seqlens is not None:
+        _check_boundaries("cu_seqlens", cu_seqlens)
+    if cu_seqlens_cpu is not None:
+        bounds = _host_values("cu_seqlens_cpu", cu_seqlens_cpu)
+        if cu_seqlens is not None and cu_seqlens.shape[0] != len(bounds):
+            raise ValueError(
+                f"cu_seqlens must have as many values as cu_seqlens_cpu, {len(bounds)}, "
+                f"got {cu_seqlens.shape[0]}"
+            )
+        return plan.packed(bounds, tokens, name="cu_seqlens_cpu")
+    assert cu_seqlens is not None
+    if cu_seqlens.device.type == "cpu":
+        return plan.packed(cu_seqlens.tolist(), tokens, name="cu_seqlens")
+    if cu_seqlens.device != q.device:
+        raise ValueError(f"cu_seqlens must be on {q.device} or the CPU, got {cu_seqlens.device}")
+    if not cu_seqlens.is_contiguous():
+        raise ValueError(f"cu_seqlens must be contiguous, got stride {cu_seqlens.stride(0)}")
+    return plan.packed_on_device(cu_seqlens, tokens)
+
+
+def _number(name: str, x: Any) -> float:
+    if not isinstance(x, Real):
+        raise TypeError(f"{name} must be a number, got {type(x).__name__}")
+    number = float(x)
+    if not math.isfinite(number):
+        raise ValueError(f"{name} must be finite, got {x!r}")
+    return number
+
+
+def _check_boundaries(name: str, x: Any) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    if x.dim() != 1 or x.shape[0] < 2:
+        raise ValueError(f"{name} must be [N + 1] with N >= 1, got {list(x.shape)}")
+    if x.dtype not in _INDEX_DTYPES:
+        raise ValueError(f"{name} must be int32 or int64, got {str(x.dtype).removeprefix('torch.')}")
+
+
+def _host_values(name: str, x: torch.Tensor | Sequence[int]) -> list[int]:
+    if isinstance(x, torch.Tensor):
+        if x.device.type != "cpu":
+            raise ValueError(f"{name} must be on the CPU, got {x.device}")
+        _check_boundaries(name, x)
+        return [int(value) for value in x.tolist()]
+    if not isinstance(x, (list, tuple, range)):
+        raise TypeError(f"{name} must be a CPU tensor or a list of ints, got {type(x).__name__}")
+    try:
+        return [index(value) for value in x]
+    except TypeError:
+        kinds = sorted({type(value).__name__ for value in x})
+        raise ValueError(f"{name} must hold ints, got {', '.join(kinds)}") from None
