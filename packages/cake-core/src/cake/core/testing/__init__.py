@@ -22,6 +22,7 @@ from cake.core.testing._memory import (
     poisoned_empty,
     spread_view,
 )
+from cake.core.testing._ops import installed_distribution, write_distribution
 
 __all__ = [
     "ErrorReport",
@@ -32,10 +33,12 @@ __all__ = [
     "end_of_allocation",
     "error_report",
     "fused_views",
+    "installed_distribution",
     "permuted_view",
     "pitched_view",
     "poison_",
     "poisoned_empty",
     "relative_error",
     "spread_view",
+    "write_distribution",
 ]
