@@ -192,10 +192,10 @@ def bits(value: float) -> str:
 def compare(first: Result, second: Result, repeat: int) -> bool:
     """Print the first steps of both runs side by side; whether every bit of them is equal."""
     table = Table(title=f"The first {repeat} steps, twice", title_justify="left")
-    for heading in ("after step", "first run", "again", ""):
+    for heading in ("", "first run", "again", ""):
         table.add_column(heading)
-    rows = [(f"loss {i + 1}", bits(first.losses[i]), bits(second.losses[i])) for i in range(repeat)]
-    rows.append((f"parameters {repeat}", first.fingerprints[repeat], second.fingerprints[repeat]))
+    rows = [(f"loss, step {i + 1}", bits(first.losses[i]), bits(second.losses[i])) for i in range(repeat)]
+    rows.append((f"parameters, step {repeat}", first.fingerprints[repeat], second.fingerprints[repeat]))
     for what, one, other in rows:
         table.add_row(what, one, other, "[green]same bits[/]" if one == other else "[bold red]different[/]")
     console.print(table)
