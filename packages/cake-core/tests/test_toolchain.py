@@ -120,7 +120,13 @@ def test_nothing_found_names_every_place_and_the_fix(monkeypatch, tmp_path):
         toolchain.find_nvcc()
     assert time.monotonic() - begin < 1
     text = str(caught.value)
-    for part in ("CUDA_HOME=", "has no bin/nvcc", "CUDA_PATH is unset", "PATH has no nvcc", "nvidia-cuda-nvcc"):
+    for part in (
+        "CUDA_HOME=",
+        "has no bin/nvcc",
+        "CUDA_PATH is unset",
+        "PATH has no nvcc",
+        "nvidia-cuda-nvcc",
+    ):
         assert part in text
     assert "pip install 'cake-core[nvcc]'" in text
     assert "\n" not in text
@@ -130,7 +136,7 @@ def test_cake_nvcc_is_an_order(monkeypatch, tmp_path):
     kit = FakeToolkit(tmp_path / "kit")
     monkeypatch.setenv("CUDA_HOME", str(kit.root))
     monkeypatch.setenv("CAKE_NVCC", str(tmp_path / "missing"))
-    with pytest.raises(ToolchainError, match="CAKE_NVCC=.*missing does not exist"):
+    with pytest.raises(ToolchainError, match=r"CAKE_NVCC=.*missing does not exist"):
         toolchain.find_nvcc()
     monkeypatch.setenv("CAKE_NVCC", str(kit.root))
     with pytest.raises(ToolchainError, match="is not an executable file"):
@@ -185,7 +191,9 @@ def test_least_cuda_per_architecture(monkeypatch, tmp_path, arch, old, new):
     monkeypatch.setenv("CAKE_NVCC", str(kit.nvcc))
     least = ".".join(str(n) for n in toolchain.MIN_CUDA[arch])
     begin = time.monotonic()
-    with pytest.raises(ToolchainError, match=rf"{arch} needs CUDA {least} or newer, and nvcc at .* is {old}; "):
+    with pytest.raises(
+        ToolchainError, match=rf"{arch} needs CUDA {least} or newer, and nvcc at .* is {old}; "
+    ):
         toolchain.check_arch(toolchain.find_nvcc(), arch)
     assert time.monotonic() - begin < 1
     kit.plan(version=new)
@@ -211,7 +219,9 @@ def test_host_compiler(monkeypatch, tmp_path):
 
 def test_a_driver_older_than_the_compiler(monkeypatch):
     monkeypatch.setattr(toolchain, "driver_cuda", lambda: (12, 4))
-    with pytest.raises(ToolchainError, match=r"needs a driver for CUDA 13, but this machine's driver serves CUDA 12\.4"):
+    with pytest.raises(
+        ToolchainError, match=r"needs a driver for CUDA 13, but this machine's driver serves CUDA 12\.4"
+    ):
         toolchain.check_driver("13.0.88", "gdn_prep")
     toolchain.check_driver("12.9.41", "gdn_prep")  # newer within the major is fine
     monkeypatch.setattr(toolchain, "driver_cuda", lambda: None)

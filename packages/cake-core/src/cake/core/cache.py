@@ -100,12 +100,8 @@ def entry_name(library: str, key: str) -> str:
 def find(library: str, key: str) -> Entry | None:
     """The entry of exactly this build, or None where it is missing or its bytes aren't those that were
     published."""
-    entry, why = _read(folder() / "libraries" / entry_name(library, key))
-    if entry is None:
-        if why:
-            logger.warning("ignoring %s: %s", entry_name(library, key), why)
-        return None
-    return entry if entry.meta.get("build_key") == key else None
+    entry, _ = _read(folder() / "libraries" / entry_name(library, key))
+    return entry if entry is not None and entry.meta["build_key"] == key else None
 
 
 def find_any(library: str, source_key: str) -> Entry | None:
@@ -124,6 +120,13 @@ def _preference(entry: Entry) -> tuple[list[int], str]:
     return [-int(part) if part.isdigit() else 0 for part in version.split(".")], str(entry.meta["build_key"])
 
 
+def damage(library: str) -> str:
+    """What is wrong with the library's entries that can't be used, for an error's text; "" where nothing
+    is."""
+    wrong = [f"{path.name}: {why}" for path, entry, why in entries() if entry is None and _of(path, library)]
+    return f" (damaged: {'; '.join(wrong)})" if wrong else ""
+
+
 def entries() -> list[tuple[Path, Entry | None, str]]:
     """(folder, entry or None, why not) of everything published, by name."""
     return [(path, entry, why) for path in _folders("") for entry, why in (_read(path),)]
@@ -131,8 +134,12 @@ def entries() -> list[tuple[Path, Entry | None, str]]:
 
 def _scan(library: str) -> Iterator[tuple[Entry | None, str]]:
     for path in _folders(f"{library}-"):
-        if path.name.rpartition("-")[0] == library:
+        if _of(path, library):
             yield _read(path)
+
+
+def _of(path: Path, library: str) -> bool:
+    return path.name.rpartition("-")[0] == library
 
 
 def _folders(prefix: str) -> list[Path]:
@@ -202,8 +209,8 @@ def publish(
     except OSError as error:
         if error.errno in _READ_ONLY:
             raise ReadOnlyError(
-                f"{library} is not in the cache {root}, which cannot be written to ({error.strerror}); set "
-                "CAKE_CACHE_DIR to a folder of your own, or prebuild into this one first"
+                f"{library} is not in the cache {root}{damage(library)}, which cannot be written to "
+                f"({error.strerror}); set CAKE_CACHE_DIR to a folder of your own, or prebuild this one"
             ) from error
         if error.errno in _FULL:
             raise BuildError(
@@ -266,6 +273,7 @@ def _rename(root: Path, name: str, work: Path, ours: Entry) -> Entry:
             if winner is not None and winner.meta.get("build_key") == ours.meta["build_key"]:
                 return winner
             if winner is not None or why:
+                logger.warning("replacing %s: %s", final, why or "it is another build's")
                 aside = root / "tmp" / f"{name}.bad-{uuid.uuid4().hex}"
                 with contextlib.suppress(OSError):
                     final.rename(aside)
@@ -380,7 +388,7 @@ def clear(library: str | None = None) -> tuple[int, int]:
     for part in ("libraries", "failed") if library is not None else ("libraries", "failed", "tmp"):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             for path in sorted((root / part).iterdir()):
-                if library is not None and path.name.rpartition("-")[0] != library:
+                if library is not None and not _of(path, library):
                     continue
                 if part == "tmp" and path.stat().st_mtime > time.time() - 3600:
                     continue

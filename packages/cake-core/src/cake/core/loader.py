@@ -226,16 +226,15 @@ def ensure(
         entry = cache.find_any(record.library, source)
     if entry is None:
         what = f"{record.library} for {record.arch}"
+        absent = f"{what} is not in the cache {cache.folder()}{cache.damage(record.library)}"
         if disabled or _state.forbidden:
             why = "CAKE_DISABLE_JIT is set" if disabled else "no_build() is in force"
             raise NoBuildError(
-                f"{what} is not in the cache {cache.folder()} and {why}; build it with "
+                f"{absent} and {why}; build it with "
                 f"`cake prebuild <op> --arch {record.arch}`, with the same version of the op"
             )
         if nvcc is None:
-            raise ToolchainError(
-                f"{what} is not in the cache {cache.folder()} and has to be compiled, but there is {missing}"
-            )
+            raise ToolchainError(f"{absent} and has to be compiled, but there is {missing}")
         if run_here:
             toolchain.check_driver(nvcc.version, what)
         entry = _make(package, record, files, source, key, _compile.toolkit(nvcc, record.arch), on_build)
