@@ -30,7 +30,7 @@ try:
 except ToolchainError:
     pass
 """
-BUILDING = ["build>=1.2", "hatchling>=1.26"]
+BUILDING = ["build>=1.2", "hatchling>=1.27", "virtualenv>=20.26"]
 
 nox.needs_version = ">=2024.4.15"
 nox.options.sessions = ["lint", "types", "tests", "kernels", "wheels"]
@@ -129,7 +129,7 @@ def kernels(session: nox.Session) -> None:
 def wheels(session: nox.Session) -> None:
     """Build every wheel and sdist, then install them into clean environments and use them there."""
     session.install("-q", *BUILDING, *TESTING)
-    session.run("pytest", "tests/wheels", "--timeout=1200", *session.posargs)
+    session.run("pytest", "--confcutdir=tests/wheels", "--timeout=1200", "tests/wheels", *session.posargs)
 
 
 @nox.session(venv_backend="none")

@@ -138,6 +138,10 @@ def train(
             if device.type == "cpu" or step % 10 == 9 or step + 1 == steps:  # reading it waits for the GPU
                 speed = seen / (time.perf_counter() - started)
                 progress.update(task, completed=step + 1, loss=loss.item(), speed=speed)
+                if not console.is_terminal and (step + 1) % max(1, steps // 10) == 0:
+                    progress.print(
+                        f"{title} {step + 1}/{steps}: loss {loss.item():.3f}, {speed:,.0f} tokens/s"
+                    )
             if step + 1 in note_at:
                 fingerprints[step + 1] = fingerprint(model)
     return Result([x.item() for x in losses], fingerprints, time.perf_counter() - started, seen)
