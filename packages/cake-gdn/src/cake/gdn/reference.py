@@ -240,4 +240,4 @@ def _heads(x: torch.Tensor, v_heads: int) -> torch.Tensor:
 def _group_sum(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """[B * T, HV, K] -> the shape of x [B, T, H, K]."""
     heads = x.shape[2]
-    return grad.view(grad.shape[0], heads, -1, grad.shape[-1]).sum(2).view(x.shape)
+    return grad.view(grad.shape[0], heads, grad.shape[1] // heads, grad.shape[2]).sum(2).view(x.shape)

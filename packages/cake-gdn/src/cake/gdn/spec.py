@@ -14,6 +14,7 @@ SPEC = OpSpec(
     selection=Selection(option="linear_attention_backend", value="cake"),
     kernel_packages=(KernelPackage(name="gdn", module="cake.gdn", path="csrc"),),
     entry_points={"chunk_gated_delta_rule": "cake.gdn.api:chunk_gated_delta_rule"},
+    bench="cake.gdn.bench:BENCH",
     flags=(
         Flag(
             name="recompute-state",

@@ -1,0 +1,130 @@
+"""Chunks, slots and boundaries against brute force."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from cake.gdn import plan
+
+
+def random_lengths(seed):
+    rng = random.Random(seed)
+    kind = rng.choice(["short", "long", "zeros", "multiples"])
+    n = rng.randint(1, 12)
+    draw = {
+        "short": lambda: rng.randint(0, 3),
+        "long": lambda: rng.randint(0, 700),
+        "zeros": lambda: rng.choice([0, 0, rng.randint(0, 200)]),
+        "multiples": lambda: 64 * rng.randint(0, 5),
+    }[kind]
+    return [draw() for _ in range(n)]
+
+
+def pack(lengths):
+    bounds = [0]
+    for length in lengths:
+        bounds.append(bounds[-1] + length)
+    return plan.packed(bounds, bounds[-1])
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_chunks_cover_every_token_once(seed):
+    lengths = random_lengths(seed)
+    seqs = pack(lengths)
+    owner = [(n, i) for n, length in enumerate(lengths) for i in range(length)]
+    seen = []
+    for n, c, start, rows in seqs.chunks:
+        assert 1 <= rows <= plan.CHUNK
+        assert owner[start] == (n, c * plan.CHUNK)
+        assert owner[start + rows - 1][0] == n
+        seen += range(start, start + rows)
+    assert seen == list(range(sum(lengths)))
+    assert seqs.n == len(lengths)
+    assert seqs.total == sum(lengths)
+    assert seqs.chunk_capacity == len(seqs.chunks)
+
+
+@pytest.mark.parametrize("with_edge", [True, False], ids=["edge", "inner"])
+@pytest.mark.parametrize("seed", range(60))
+def test_slots_are_distinct_and_fill_the_tape(seed, with_edge):
+    seqs = pack(random_lengths(seed))
+    for find, outermost in (
+        (seqs.state_slot, lambda n, c: c == 0),
+        (seqs.adjoint_slot, lambda n, c: c == seqs.chunk_counts[n] - 1),
+    ):
+        slots = []
+        for n, c, _, _ in seqs.chunks:
+            slot = find(n, c, with_edge=with_edge)
+            assert (slot is None) == (not with_edge and outermost(n, c))
+            slots += [] if slot is None else [slot]
+        assert slots == list(range(seqs.slots(with_edge)))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_capacities_of_unread_boundaries_hold_every_pack(seed):
+    lengths = random_lengths(seed)
+    exact = pack(lengths)
+    cu = torch.tensor(exact.boundaries)
+    bound = plan.packed_on_device(cu, exact.total)
+    assert bound.boundaries is None
+    assert bound.cu_device is cu
+    assert bound.n == exact.n
+    assert bound.chunk_capacity >= exact.chunk_capacity
+    assert bound.boundary_capacity >= exact.boundary_capacity
+    # Linear in the tokens: a tape never pays a chunk for each of many short sequences.
+    assert bound.boundary_capacity <= exact.total // plan.CHUNK
+
+
+def test_unread_boundaries_stay_unread():
+    seqs = plan.packed_on_device(torch.tensor([0, 5]), 5)
+    with pytest.raises(RuntimeError, match="never read back"):
+        _ = seqs.chunks
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 63, 64, 65, 200])
+@pytest.mark.parametrize("batch", [1, 2, 5])
+def test_a_batch_is_a_pack_of_its_rows(batch, tokens):
+    rows, seqs = plan.batched(batch, tokens), pack([tokens] * batch)
+    assert rows.boundaries == seqs.boundaries
+    assert rows.chunks == seqs.chunks
+    assert (rows.chunk_capacity, rows.boundary_capacity) == (seqs.chunk_capacity, seqs.boundary_capacity)
+    assert (rows.batch, rows.tokens, rows.n) == (batch, tokens, batch)
+
+
+def test_plans_depend_on_values_alone():
+    bounds = [0, 3, 9]
+    first = plan.packed(bounds, 9)
+    bounds[1] = 5
+    second = plan.packed(bounds, 9)
+    assert first.lengths == (3, 6)
+    assert second.lengths == (5, 4)
+    assert plan.packed((0, 3, 9), 9) is first
+
+
+@pytest.mark.parametrize(
+    ("bounds", "message"),
+    [
+        ([], "cu must hold N \\+ 1 >= 2 boundaries, got 0"),
+        ([0], "got 1"),
+        ([1, 9], "cu must start at 0, got 1"),
+        ([0, 5, 4, 9], "cu must not decrease, got 5 and then 4 at index 2"),
+        ([0, 5], "cu must end at T=9, got 5"),
+        ([0, 10], "cu must end at T=9, got 10"),
+        ([0, -1, 9], "cu must not decrease, got 0 and then -1"),
+    ],
+    ids=["empty", "one", "first", "decrease", "short", "long", "negative"],
+)
+def test_boundaries_that_do_not_fit(bounds, message):
+    with pytest.raises(ValueError, match=message):
+        plan.packed(bounds, 9, name="cu")
+
+
+def test_many_sequences():
+    seqs = pack([1, 2, 3, 0] * 5000)
+    assert seqs.n == 20000
+    assert seqs.chunk_capacity == 15000
+    assert seqs.slots(with_edge=False) == 0
+    assert seqs.slots(with_edge=True) == 15000
