@@ -128,7 +128,7 @@ def test_temporary_puts_the_old_one_back_after_an_error_too(op: Any) -> None:
         assert config.variant(op.name) == "fast"
     assert not config.configured()
     config.configure(op.args(variant="det"))
-    with pytest.raises(RuntimeError, match="inside"), config.temporary(op.args()):
+    with pytest.raises(RuntimeError, match="where fast runs"), config.temporary(op.args()):
         raise RuntimeError(f"inside, where {config.variant(op.name)} runs")
     assert config.variant(op.name) == "det"
     with pytest.raises(ConfigError), config.temporary(op.args(variant="slow")):
@@ -137,8 +137,8 @@ def test_temporary_puts_the_old_one_back_after_an_error_too(op: Any) -> None:
 
 
 def test_readers_never_see_half_of_a_configuration(op: Any) -> None:
-    # The two configurations differ in the variant, the flag and the pool at once, so what a reader takes from one
-    # record must belong together. Two writers, one whose configure always fails, and four readers run at once.
+    # The two configurations differ in variant, flag and pool at once: what a reader takes from one record
+    # must belong together. Two writers, one whose configure always fails, and four readers run at once.
     one = op.args(variant="det", recompute_state=True, cake_workspace_pool_bytes=1)
     two = op.args(variant="fast", recompute_state=False, cake_workspace_pool_bytes=2)
     good = {("det", True, 1), ("fast", False, 2)}

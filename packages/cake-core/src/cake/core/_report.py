@@ -207,7 +207,8 @@ def _settings(report: Report) -> None:
         winners[row.name] = row.source
         if row.error is not None:
             rows.append((row.name, f"not usable: {row.error}"))
-            report.stop(row.error)
+            # A setting of core is in everyone's way; an op's variant only in an unconfigured caller's.
+            report.findings.append(Finding(row.name in SETTINGS, row.error))
             continue
         text = _effective(row.name) if row.value is None else str(row.value)
         rows.append((row.name, f"{text} ({row.source})"))
@@ -240,9 +241,8 @@ def _ops(report: Report, archs: list[str]) -> None:
         for package in spec.kernel_packages:
             record = provenance.package_record(package)
             if record["error"] is not None:
-                report.stop(
-                    f"op {spec.name!r}: kernel package {package.name!r} can't be read: {record['error']}"
-                )
+                text = f"op {spec.name!r}: kernel package {package.name!r} can't be read: {record['error']}"
+                report.findings.append(Finding(bool(archs), text))  # on a CPU nothing reads it
                 break
         else:
             rows += [(f"{spec.name} on {arch}", _kernels(report, spec, arch)) for arch in archs]
@@ -284,4 +284,5 @@ def _kernels(report: Report, spec: OpSpec, arch: str) -> str:
     except CakeError as error:
         report.stop(f"op {spec.name!r} needs {', '.join(missing)} for {arch}, not in the cache, and {error}")
         return f"{len(missing)} of {len(records)} libraries are missing and can't be built"
-    return f"{len(missing)} of {len(records)} libraries will be built on first use (or: cake prebuild {spec.name})"
+    count = f"{len(missing)} of {len(records)} libraries"
+    return f"{count} will be built on first use (or: cake prebuild {spec.name})"
