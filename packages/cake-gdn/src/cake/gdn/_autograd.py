@@ -109,7 +109,10 @@ class _GatedDeltaRule(torch.autograd.Function):
         if recompute or prep is None:
             ctx.save_for_backward(q, k, v, beta, boundaries, g, initial_state)
         else:
-            ctx.save_for_backward(q, k, v, beta, boundaries, prep.t, prep.b, prep.rq, prep.rk, states)
+            ctx.plan_shape = None if prep.plan is None else prep.plan.shape
+            ctx.save_for_backward(
+                q, k, v, beta, boundaries, prep.t, prep.b, prep.rq, prep.rk, prep.plan, states
+            )
         return o, final_state
 
     @staticmethod
@@ -140,7 +143,9 @@ class _GatedDeltaRule(torch.autograd.Function):
                 if call.route.recompute_state:
                     prep, states = _walk_again(stages, q, k, v, beta, tape[0], tape[1], made, seqs, call)
                 else:
-                    prep, states = Prep(*tape[:4]), tape[4]
+                    prep, states = Prep(*tape[:5]), tape[5]
+                    if prep.plan is not None:
+                        _expect("plan", prep.plan, ctx.plan_shape, torch.int32, made.device)
                 _expect_tape(prep, states, made, seqs, ctx.has_state)
                 grads = _backward(
                     stages, q, k, v, beta, do, dht, prep, states, made, seqs, call, wanted, ctx.has_state
