@@ -30,6 +30,14 @@ try:
 except ToolchainError:
     pass
 """
+COMPILE = """
+import sys
+from cake.core import build, loader
+for folder in sys.argv[1:]:
+    for record in build.read_package(folder).records:
+        loader.load_from(folder, record.library, arch=record.arch)
+        print("compiled", record.library)
+"""
 BUILDING = ["build>=1.2", "hatchling>=1.27", "virtualenv>=20.26"]
 
 nox.needs_version = ">=2024.4.15"
@@ -37,8 +45,8 @@ nox.options.sessions = ["lint", "types", "tests", "kernels", "wheels"]
 nox.options.error_on_external_run = True
 
 
-def shared_python(session: nox.Session, *extra: str) -> str:
-    """The Python of the shared environment: torch, the packages as editable installs, `extra` requirements.
+def shared_python(session: nox.Session, *more: str, extras: str = "") -> str:
+    """The Python of the shared environment: torch, the packages (editable, with `extras`) and `more`.
 
     The install is skipped when the same request was fulfilled before and no pyproject.toml has changed since.
     """
@@ -47,8 +55,8 @@ def shared_python(session: nox.Session, *extra: str) -> str:
     if not python.exists():
         session.run(sys.executable, "-m", "virtualenv", "--clear", "-q", str(home), external=True)
     stamp = home / "installed"
-    editable = [word for package in PACKAGES for word in ("-e", str(package))]
-    wanted = [TORCH, *editable, *extra]
+    editable = [word for package in PACKAGES for word in ("-e", f"{package}{extras}")]
+    wanted = [TORCH, *editable, *more]
     settings = "".join((package / "pyproject.toml").read_text() for package in PACKAGES)
     request = "\n".join([*wanted, settings])
     done = stamp.read_text().split("\0") if stamp.exists() else []
@@ -83,7 +91,7 @@ def demo(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Every test that needs no GPU: each package's own and the repository's."""
     python = shared_python(session, *DEMO, *TESTING)
-    where = session.posargs or ["-m", "not gpu", "packages", "tests", "--ignore=tests/wheels"]
+    where = session.posargs or ["-m", "not gpu", "packages", "kernels", "tests", "--ignore=tests/wheels"]
     run(session, python, "-m", "pytest", "-n", workers(), "--dist=worksteal", "--timeout=900", *where)
 
 
@@ -106,7 +114,7 @@ def lint(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def types(session: nox.Session) -> None:
     """Mypy, strict, over the sources of every package."""
-    python = shared_python(session, *TYPING)
+    python = shared_python(session, *TESTING, *TYPING)
     for package in PACKAGES:
         run(session, python, "-m", "mypy", str(package.relative_to(ROOT) / "src"))
 
@@ -116,13 +124,18 @@ def kernels(session: nox.Session) -> None:
     """Compile every CUDA library for sm_90a and check the frozen copies; brings nvcc if there is none."""
     python = shared_python(session)
     run(session, python, "tools/vendor_cake.py", "check")
-    if not session.run(python, "-c", FIND_NVCC, external=True, silent=True).strip():
-        session.log("no nvcc here: installing NVIDIA's compiler from PyPI (cake-core[nvcc])")
-        python = shared_python(session, f"cake-core[nvcc] @ {PACKAGES[0].as_uri()}")
-    cache = Path(session.create_tmp()) / "kernels"
-    shutil.rmtree(cache, ignore_errors=True)
-    cache.mkdir(parents=True)
-    run(session, python, "-m", "cake.core", "prebuild", "--arch", "sm_90a", CAKE_CACHE_DIR=str(cache))
+    cache = ROOT / ".nox" / "kernels"
+    shutil.rmtree(cache, ignore_errors=True)  # so that everything is compiled, each time
+    here = {"CAKE_CACHE_DIR": str(cache)}
+    brought = not session.run(python, "-c", FIND_NVCC, external=True, silent=True).strip()
+    if brought:
+        session.log("no nvcc here: installing NVIDIA's compiler from PyPI (the extra nvcc)")
+        python = shared_python(session, *TESTING, extras="[nvcc]")
+    run(session, python, "-m", "cake.core", "prebuild", "--arch", "sm_90a", **here)
+    shared = sorted(str(path.parent) for path in (ROOT / "kernels").rglob("build.json"))
+    run(session, python, "-c", COMPILE, *shared, **here)
+    if brought:  # otherwise `tests` has run them
+        run(session, python, "-m", "pytest", "-m", "nvcc and not gpu", "packages", "kernels", **here)
 
 
 @nox.session(reuse_venv=True)
