@@ -1,0 +1,44 @@
+"""Timing an op against others in one run: what ``cake bench`` does, and what an op gives it to do it with.
+
+An op's ``OpSpec.bench`` names a ``Bench``: its shapes, its arms and how to make their inputs. The rest is
+here.
+"""
+
+from cake.core.bench._meter import CpuMeter, CudaMeter, Meter, meter
+from cake.core.bench._model import (
+    CEILINGS,
+    PASSES,
+    Arm,
+    Bench,
+    Ceilings,
+    Inputs,
+    Pass,
+    Shape,
+    Work,
+)
+from cake.core.bench._report import document, git_commit, header, table, write_json
+from cake.core.bench._runner import Plan, Results, Runner
+
+__all__ = [
+    "CEILINGS",
+    "PASSES",
+    "Arm",
+    "Bench",
+    "Ceilings",
+    "CpuMeter",
+    "CudaMeter",
+    "Inputs",
+    "Meter",
+    "Pass",
+    "Plan",
+    "Results",
+    "Runner",
+    "Shape",
+    "Work",
+    "document",
+    "git_commit",
+    "header",
+    "meter",
+    "table",
+    "write_json",
+]

@@ -1,0 +1,138 @@
+"""Measuring one pass of several contenders, in turn."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from cake.core import config
+from cake.core.bench import _passes
+from cake.core.bench._meter import Meter
+from cake.core.bench._model import Arm, Call, Inputs, Pass
+
+
+@dataclass
+class Contender:
+    """One arm in one mode, and what is known of it for the shape at hand."""
+
+    arm: Arm
+    mode: str | None
+    call: Call
+    #: Bytes that its forward keeps for its backward.
+    saved_bytes: int = 0
+
+    def __str__(self) -> str:
+        return self.arm.name if self.mode is None else f"{self.arm.name} ({self.mode})"
+
+    @contextlib.contextmanager
+    def configured(self) -> Iterator[None]:
+        """Within this context the process is configured as the arm wants it."""
+        if self.arm.configuration is None:
+            yield
+        else:
+            with config.temporary(**self.arm.configuration(self.mode)):
+                yield
+
+
+@dataclass
+class Measurement:
+    """One contender's figures for one pass."""
+
+    contender: Contender
+    walls: list[float] = field(default_factory=list)
+    hosts: list[float] = field(default_factory=list)
+    #: One list of (name, ms) per profiled run.
+    profiles: list[list[tuple[str, float]]] = field(default_factory=list)
+    peak_bytes: int | None = None
+    error: Exception | None = None
+
+    @property
+    def wall_ms(self) -> float:
+        """Median."""
+        return statistics.median(self.walls)
+
+    @property
+    def host_us(self) -> float | None:
+        """Median; None where device and host are one."""
+        return statistics.median(self.hosts) if self.hosts else None
+
+    @property
+    def gpu_ms(self) -> float | None:
+        """Median of the runs' sums; None where nothing was profiled."""
+        return statistics.median(sum(ms for _, ms in run) for run in self.profiles) if self.profiles else None
+
+    def by_kernel(self) -> list[tuple[str, int, float]]:
+        """(name, calls in a run, median of the runs' sums in ms), the largest first."""
+        names = {name for run in self.profiles for name, _ in run}
+        rows = []
+        for name in names:
+            sums = [sum(ms for n, ms in run if n == name) for run in self.profiles]
+            calls = statistics.median_high(sum(n == name for n, _ in run) for run in self.profiles)
+            rows.append((name, int(calls), statistics.median(sums)))
+        return sorted(rows, key=lambda row: (-row[2], row[0]))
+
+
+def measure(
+    which: Pass,
+    inputs: Inputs,
+    contenders: Sequence[Contender],
+    meter: Meter,
+    *,
+    warmups: int,
+    samples: int,
+    profiles: int,
+) -> list[Measurement]:
+    """Time the contenders in turn, one sample each per round, then profile each.
+
+    Turn by turn, whatever slowly changes the machine (clocks, heat, a neighbour) meets all of them alike. A
+    contender that raises is left out from then on, with its error in the measurement.
+    """
+    measurements = [Measurement(contender) for contender in contenders]
+    plans = [_passes.plan(contender.call, inputs, which) for contender in contenders]
+    with _without_garbage_collection():
+        for index in range(warmups + samples):
+            for measurement, (prepare, run) in zip(measurements, plans, strict=True):
+                with _attempt(measurement) as wanted:
+                    if not wanted:
+                        continue
+                    wall, host = meter.sample(prepare, run)
+                    if index >= warmups:
+                        measurement.walls.append(wall)
+                        measurement.hosts += [] if host is None else [host]
+        for measurement, (prepare, run) in zip(measurements, plans, strict=True):
+            with _attempt(measurement) as wanted:
+                if not wanted:
+                    continue
+                for _ in range(profiles):
+                    found = meter.kernels(prepare, run)
+                    measurement.profiles += [] if found is None else [found]
+                measurement.peak_bytes = meter.peak_bytes(prepare, run)
+    return measurements
+
+
+@contextlib.contextmanager
+def _attempt(measurement: Measurement) -> Iterator[bool]:
+    """Yield whether to go on with a contender, configured for it; keep the error that it raises."""
+    if measurement.error is not None:
+        yield False
+        return
+    try:
+        with measurement.contender.configured():
+            yield True
+    except Exception as error:
+        measurement.error = error
+
+
+@contextlib.contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

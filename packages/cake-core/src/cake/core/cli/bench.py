@@ -1,0 +1,206 @@
+"""`cake bench`: time an op's passes on this machine, side by side with others."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from cake.core.bench import Arm, Bench, Plan, Results
+
+__all__ = ["add_parser", "run"]
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Add the parser of ``cake bench``."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "bench",
+        help="time an op's passes on this machine",
+        description="Time an op's forward and backward on this machine, side by side with other libraries. "
+        "Every arm is checked against another or the truth before it is timed, and the arms take turns.",
+    )
+    parser.add_argument("op", help="the op, such as gdn")
+    parser.add_argument("--vs", metavar="NAMES", default="", help="others to time: fla,flashqla")
+    parser.add_argument("--variants", metavar="NAMES", default="", help="the op's own arms; default: all")
+    parser.add_argument("--shapes", metavar="NAMES", default="", help="default: all that suit the device")
+    parser.add_argument(
+        "--passes", metavar="NAMES", default="", help="fwd,fwd_train,bwd,fwd+bwd; default: all"
+    )
+    parser.add_argument("--modes", metavar="NAMES", default="", help="of the op's own arms; default: all")
+    parser.add_argument("--device", help="default: the GPU if there is one, else cpu")
+    parser.add_argument("--samples", type=_positive, default=15, help="timed samples per pass (default: 15)")
+    parser.add_argument("--warmups", type=_count, default=5, help="untimed samples before them (default: 5)")
+    parser.add_argument("--profiles", type=_count, default=3, help="profiled runs per pass (default: 3)")
+    parser.add_argument("--seed", type=int, default=0, help="of the inputs (default: 0)")
+    parser.add_argument(
+        "--time-budget", type=float, metavar="SECONDS", help="begin nothing new after this long"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="JSON, rewritten after every shape")
+    parser.add_argument("--commit", help="recorded where the sources are no git checkout")
+    parser.add_argument("--list", action="store_true", help="list the op's shapes and arms, and stop")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print the table and write the JSON; 1 where an arm of the op failed or two arms disagreed."""
+    from cake.core import registry
+    from cake.core.errors import ConfigError
+
+    spec = registry.op_spec(args.op)
+    if spec.bench is None:
+        raise ConfigError(f"op {args.op!r} declares no bench")
+    bench: Bench = registry.load_target(spec.bench)
+    if args.list:
+        return _list(bench)
+    try:
+        device = _device(args.device)
+        plan = _plan(args, bench, device)
+    except ValueError as error:
+        print(f"cake bench: {error}", file=sys.stderr)
+        return 2
+    return _measure(args, bench, plan, device)
+
+
+def _measure(args: argparse.Namespace, bench: Bench, plan: Plan, device: torch.device) -> int:
+    import torch
+    from rich.console import Console
+
+    from cake.core.bench import CEILINGS, Runner, document, header, meter, table, write_json
+
+    console = Console()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    head = header(bench, plan, device, args.commit)
+    ceilings = next((found for gpu, found in CEILINGS.items() if name.startswith(gpu)), None)
+
+    def save(results: Results) -> None:
+        if args.out is not None:
+            write_json(args.out, document(head, results))
+
+    with _progress(plan.steps) as step:
+        runner = Runner(bench, plan, device, meter(device), ceilings=ceilings, on_step=step, on_shape=save)
+        results = runner.run()
+    save(results)
+    # Wide enough for every column when the output is a file or a log.
+    wide = console if console.is_terminal else Console(width=200)
+    wide.print(
+        f"{name}, driver {head['driver']}, " + ", ".join(f"{k} {v}" for k, v in head["versions"].items())
+    )
+    wide.print(table(results))
+    for note in results.notes:
+        wide.print(f"note: {note}", markup=False)
+    if args.out is not None:
+        wide.print(f"written: {args.out}", markup=False)
+    return 1 if results.failed else 0
+
+
+@contextmanager
+def _progress(steps: int) -> Iterator[Callable[[str], None]]:
+    """A function that shows the step that begins: in a progress bar, or as lines without a terminal."""
+    if not sys.stderr.isatty():
+        start = time.monotonic()
+        yield lambda line: print(f"{time.monotonic() - start:6.0f} s  {line}", file=sys.stderr, flush=True)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("", total=steps)
+        done = -1
+
+        def step(line: str) -> None:
+            nonlocal done
+            done += 1
+            progress.update(task, completed=done, description=line)
+
+        yield step
+        progress.update(task, completed=done + 1)
+
+
+def _plan(args: argparse.Namespace, bench: Bench, device: torch.device) -> Plan:
+    """What the arguments ask for.
+
+    Raises:
+        ValueError: An unknown name; the message lists the known ones.
+    """
+    from cake.core.bench import PASSES, Plan
+
+    peers = [arm for arm in bench.arms if arm.peer]
+    own = [arm for arm in bench.arms if not arm.peer]
+    modes = _chosen("--modes", args.modes, list(dict.fromkeys(str(m) for arm in own for m in arm.modes)))
+    arms = [
+        _with_modes(arm, modes)
+        for arm in own
+        if arm.name in _chosen("--variants", args.variants, [a.name for a in own])
+    ]
+    wanted = _chosen("--vs", args.vs, [arm.name for arm in peers]) if args.vs else []
+    shapes = [bench.shape(name) for name in _names(args.shapes)] or list(bench.default_shapes(device.type))
+    return Plan(
+        shapes=tuple(shapes),
+        arms=(*arms, *(arm for arm in peers if arm.name in wanted)),
+        passes=tuple(p for p in PASSES if p in _chosen("--passes", args.passes, list(PASSES))),
+        samples=args.samples,
+        warmups=args.warmups,
+        profiles=args.profiles,
+        seed=args.seed,
+        time_budget=args.time_budget,
+    )
+
+
+def _with_modes(arm: Arm, modes: list[str]) -> Arm:
+    from dataclasses import replace
+
+    return replace(arm, modes=tuple(mode for mode in arm.modes if str(mode) in modes))
+
+
+def _device(name: str | None) -> torch.device:
+    import torch
+
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device must be a CPU or a CUDA GPU, got {name!r}")
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(f"--device {name}: there is no CUDA GPU")
+        device = torch.device("cuda", device.index or 0)
+        torch.cuda.set_device(device)
+    return device
+
+
+def _list(bench: Bench) -> int:
+    for shape in bench.shapes:
+        print(shape)
+    print(f"arms: {', '.join(arm.name for arm in bench.arms)}")
+    return 0
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _chosen(option: str, text: str, known: list[str]) -> list[str]:
+    names = _names(text)
+    for name in names:
+        if name not in known:
+            raise ValueError(f"{option} must be of {', '.join(known)}, got {name!r}")
+    return names or known
+
+
+def _count(text: str, least: int = 0) -> int:
+    value = int(text)
+    if value < least:
+        raise argparse.ArgumentTypeError(f"expected {least} or more, got {text}")
+    return value
+
+
+def _positive(text: str) -> int:
+    return _count(text, 1)

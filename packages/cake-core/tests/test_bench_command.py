@@ -1,0 +1,171 @@
+"""``cake bench`` on a throw-away op, on a CPU."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from cake.core.cli import main
+from cake.core.testing import installed_distribution
+
+SPEC = """
+from cake.core.spec import OpSpec, Selection
+
+SPEC = OpSpec("timed", "cake-timed", selection=Selection("timed_backend"), bench="cake.timed.bench:BENCH")
+SILENT = OpSpec("silent", "cake-timed")
+"""
+
+BENCH = """
+from functools import partial
+
+import torch
+
+from cake.core.bench import Arm, Bench, Inputs, Shape
+
+
+def inputs(shape, device, seed):
+    x = torch.randn(shape.tokens, device=device).requires_grad_()
+    return Inputs(shape, {"x": x}, (torch.ones(shape.tokens, device=device),))
+
+
+def call(factor, given):
+    return (given.tensors["x"].exp() * factor,)
+
+
+def configuration(variant, mode):
+    return {"timed_backend": "cake", "cake_timed_variant": variant}
+
+
+def absent():
+    import no_such_peer
+
+
+def own(variant, factor):
+    return Arm(f"cake-{variant}", lambda: partial(call, factor), ("save", "recompute"),
+               partial(configuration, variant))
+
+
+BENCH = Bench(
+    "timed",
+    (Shape("tiny", (1, 2), (5, 3), tiny=True), Shape("wide", (4, 4), (64,))),
+    (
+        own("det", 1.0),
+        own("fast", 1.0),
+        Arm("peer", lambda: partial(call, 1.0), peer=True),
+        Arm("wrong", lambda: partial(call, 2.0), peer=True),
+        Arm("absent", absent, peer=True),
+    ),
+    inputs,
+    distributions=("cake-timed",),
+)
+"""
+
+
+@pytest.fixture
+def timed(tmp_path):
+    files = {"cake/timed/__init__.py": "", "cake/timed/spec.py": SPEC, "cake/timed/bench.py": BENCH}
+    ops = {"timed": "cake.timed.spec:SPEC", "silent": "cake.timed.spec:SILENT"}
+    with installed_distribution(tmp_path / "site", "cake-timed", ops=ops, files=files):
+        yield tmp_path
+
+
+def bench(*words):
+    return main(["bench", "timed", "--device", "cpu", "--samples", "2", "--warmups", "1", *words])
+
+
+def test_writes_rows_and_prints_a_table(timed, capsys):
+    out = timed / "results.json"
+    assert bench("--vs", "peer,absent", "--out", str(out), "--commit", "abc") == 0
+    found = json.loads(out.read_text())
+    assert set(found) == {"header", "rows", "kernels", "checks", "notes"}
+    assert found["header"]["commit"] == "abc"
+    assert {row["arm"] for row in found["rows"]} == {"cake-det", "cake-fast", "peer"}
+    assert {row["shape"] for row in found["rows"]} == {"tiny"}
+    # Each own arm: fwd, and three passes in two modes; the peer: four passes.
+    assert len(found["rows"]) == 2 * (1 + 3 * 2) + 4
+    for row in found["rows"]:
+        assert row["wall_ms"] > 0.0
+        assert row["gpu_ms"] is None
+    assert all(check["passed"] for check in found["checks"])
+    assert found["notes"] == ["absent: can't be loaded: ModuleNotFoundError: No module named 'no_such_peer'"]
+    printed = capsys.readouterr()
+    for word in ("cake-det", "recompute", "peer", "fwd+bwd", "No module named 'no_such_peer'"):
+        assert word in printed.out
+    assert "tiny: fwd+bwd" in printed.err
+
+
+def test_options_choose_shapes_passes_variants_and_modes(timed):
+    out = timed / "results.json"
+    words = (
+        "--shapes",
+        "wide,tiny",
+        "--passes",
+        "bwd,fwd",
+        "--variants",
+        "cake-fast",
+        "--modes",
+        "recompute",
+    )
+    assert bench(*words, "--out", str(out)) == 0
+    found = [(r["shape"], r["arm"], r["pass"], r["mode"]) for r in json.loads(out.read_text())["rows"]]
+    assert found == [
+        ("wide", "cake-fast", "fwd", None),
+        ("wide", "cake-fast", "bwd", "recompute"),
+        ("tiny", "cake-fast", "fwd", None),
+        ("tiny", "cake-fast", "bwd", "recompute"),
+    ]
+
+
+def test_arms_that_disagree_make_the_command_fail(timed, capsys):
+    assert bench("--vs", "wrong", "--passes", "fwd") == 1
+    assert "wrong differs from cake-det" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_time_budget_of_nothing_runs_nothing(timed):
+    out = timed / "results.json"
+    assert bench("--time-budget", "0", "--out", str(out)) == 0
+    found = json.loads(out.read_text())
+    assert found["rows"] == []
+    assert found["notes"] == ["tiny: not run, the time budget is spent"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--shapes", "huge"), "shapes of 'timed' are tiny, wide, got 'huge'"),
+        (("--vs", "nobody"), "--vs must be of peer, wrong, absent, got 'nobody'"),
+        (("--vs", "cake-det"), "--vs must be of peer, wrong, absent, got 'cake-det'"),
+        (("--passes", "sideways"), "--passes must be of fwd, fwd_train, bwd, fwd+bwd, got 'sideways'"),
+        (("--variants", "slow"), "--variants must be of cake-det, cake-fast, got 'slow'"),
+        (("--modes", "none"), "--modes must be of save, recompute, got 'none'"),
+        (("--device", "mps"), "--device must be a CPU or a CUDA GPU, got 'mps'"),
+    ],
+)
+def test_unknown_names_are_wrong_usage(timed, capsys, words, message):
+    assert bench(*words) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("option", "value", "least"), [("--samples", "0", 1), ("--warmups", "-1", 0)])
+def test_counts_have_a_least_value(timed, capsys, option, value, least):
+    with pytest.raises(SystemExit) as stopped:
+        bench(option, value)
+    assert stopped.value.code == 2
+    assert f"expected {least} or more, got {value}" in capsys.readouterr().err
+
+
+def test_an_op_without_a_bench_and_an_unknown_op(timed, capsys):
+    assert main(["bench", "silent"]) == 1
+    assert "'silent' declares no bench" in capsys.readouterr().err
+    assert main(["bench", "nothing"]) == 1
+    assert "nothing" in capsys.readouterr().err
+
+
+def test_list(timed, capsys):
+    assert main(["bench", "timed", "--list"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "tiny (1, 2) 5+3",
+        "wide (4, 4) 64",
+        "arms: cake-det, cake-fast, peer, wrong, absent",
+    ]
