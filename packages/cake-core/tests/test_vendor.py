@@ -353,7 +353,10 @@ def test_the_command_finds_the_checkout_around_it(repo, folder, monkeypatch, cap
 
 
 def test_vendoring_needs_nothing_installed(repo):
-    code = "import sys; sys.path.insert(0, sys.argv[1]); from cake.core.cli import main; sys.exit(main(sys.argv[2:]))"
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from cake.core.cli import main; sys.exit(main(sys.argv[2:]))"
+    )
     source = str(Path(vendor.__file__).parents[2])
     command = [sys.executable, "-S", "-c", code, source, "vendor", "self", "toy", "--repo", str(repo)]
     subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": ""})

@@ -66,9 +66,12 @@ def _info(as_json: bool) -> int:
             heading, justify="right" if heading == "size" else "left", no_wrap=heading != "state"
         )
     for row in rows:
-        state = f"damaged: {row['damage']}" if row["damage"] else "ok"
+        state = "damaged" if row["damage"] else "ok"
         table.add_row(row["name"], row["arch"], row["nvcc"], row["built"], _size(row["bytes"]), state)
     Console(highlight=False).print(table)
+    for row in rows:
+        if row["damage"]:
+            print(f"{row['name']} is damaged and will be built again: {row['damage']}")
     print(f"{len(rows)} libraries, {_size(sum(row['bytes'] for row in rows))}")
     return 1 if damaged else 0
 
