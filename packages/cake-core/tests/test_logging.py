@@ -54,3 +54,35 @@ def test_a_program_with_its_own_handlers_prints_each_line_once() -> None:
 def test_a_configuration_is_logged() -> None:
     _, err = run("import cake.core; cake.core.configure(deterministic_mode=True)", CAKE_LOG="info")
     assert "deterministic=True (configure())" in err
+
+
+def test_the_level_goes_with_the_configuration_that_set_it() -> None:
+    code = (
+        "import logging\n"
+        "from cake.core import config\n"
+        "log = logging.getLogger('cake')\n"
+        "log.setLevel(17)\n"
+        "config.configure(cake_log='error')\n"
+        "assert log.level == logging.ERROR and len(log.handlers) == 1\n"
+        "with config.temporary(cake_log='debug'):\n"
+        "    assert log.level == logging.DEBUG and len(log.handlers) == 1\n"
+        "assert log.level == logging.ERROR\n"
+        "config.configure()\n"
+        "assert log.level == 17 and not log.handlers\n"
+        "config.configure(cake_log='error')\n"
+        "config.reset()\n"
+        "assert log.level == 17 and not log.handlers\n"
+    )
+    run(code)
+
+
+def test_without_a_configured_level_the_environments_holds_again() -> None:
+    code = (
+        "import logging\n"
+        "from cake.core import config\n"
+        "log = logging.getLogger('cake')\n"
+        "config.configure(cake_log='error')\n"
+        "config.configure()\n"
+        "assert log.level == logging.INFO\n"
+    )
+    run(code, CAKE_LOG="info")

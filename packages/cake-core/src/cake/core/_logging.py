@@ -24,11 +24,22 @@ _handler = _Handler()
 _handler.setFormatter(logging.Formatter("[%(name)s] %(levelname)s: %(message)s"))
 
 
-def set_level(level: str) -> None:
-    """Set the level of the logger "cake": debug, info, warning, error or critical."""
-    _logger.setLevel(level.upper())
-    if _handler not in _logger.handlers:
+_before: int | None = None  # the level that the logger had before the first set_level
+
+
+def set_level(level: str | None) -> None:
+    """Set the level of the logger "cake": debug, info, warning, error or critical; None takes it back."""
+    global _before
+    if level is None:
+        if _before is not None:
+            _logger.setLevel(_before)
+            _logger.removeHandler(_handler)
+            _before = None
+        return
+    if _before is None:
+        _before = _logger.level
         _logger.addHandler(_handler)
+    _logger.setLevel(level.upper())
 
 
 def set_level_from_environment() -> None:

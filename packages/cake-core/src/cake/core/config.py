@@ -98,7 +98,6 @@ def configure(args: Any = None, *, require: Mapping[str, str] | None = None, **o
         TypeError: ``args`` or ``require`` can't be read.
         NotImplementedError: ``fla`` is on; this version can't register with flash-linear-attention.
     """
-    global _state
     if require is not None and not isinstance(require, Mapping):
         raise TypeError(f"require must be a mapping of op to specifier or hash, got {type(require).__name__}")
     view = Args(args, overrides, what="configure")
@@ -108,31 +107,39 @@ def configure(args: Any = None, *, require: Mapping[str, str] | None = None, **o
             from .provenance import check_requirements
 
             check_requirements(new.require)
-        _apply_process_settings(new)
-        _state = new
+        _check_process_settings(new)
+        _swap(new)
     _log.info("configured: %s", "; ".join(f"{row.name}={row.value} ({row.source})" for row in resolved()))
 
 
-def _apply_process_settings(new: Configuration) -> None:
-    # Every setting is read once here, so that a malformed variable is refused now and not in the middle of a
-    # step.
+def _check_process_settings(new: Configuration) -> None:
+    # Every setting is read here, so that a malformed variable is refused now and not in the middle of a step.
     values = {name: _settings.resolve(name, new.settings) for name in SETTINGS}
     if values["fla"].value:
         raise NotImplementedError(
             f"fla is on ({values['fla'].source}) and this version of cake-core can't register ops with "
             f"flash-linear-attention; unset it and call the ops directly"
         )
-    if values["log"].source != DEFAULT:
+
+
+def _swap(new: Configuration | None) -> None:
+    """Make ``new`` the configuration, and the logger's level what it says. Called under the lock."""
+    global _state
+    _state = new
+    try:
+        level = _settings.resolve("log", {} if new is None else new.settings)
+    except ConfigError:
+        return  # a malformed CAKE_LOG, which configure() refuses and an import warns of
+    if level.source != DEFAULT or "cake.core._logging" in sys.modules:
         from ._logging import set_level
 
-        set_level(values["log"].value)
+        set_level(None if level.source == DEFAULT else level.value)
 
 
 def reset() -> None:
     """Return to the unconfigured state, in which every op runs det."""
-    global _state
     with _lock:
-        _state = None
+        _swap(None)
 
 
 @contextmanager
@@ -144,7 +151,6 @@ def temporary(
     For tests and benchmarks. It holds for the whole process, so not for threads that need different
     configurations at one time.
     """
-    global _state
     with _lock:
         before = _state
     configure(args, require=require, **overrides)
@@ -152,7 +158,7 @@ def temporary(
         yield
     finally:
         with _lock:
-            _state = before
+            _swap(before)
 
 
 def configured() -> bool:
