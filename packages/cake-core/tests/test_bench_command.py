@@ -117,6 +117,18 @@ def test_options_choose_shapes_passes_variants_and_modes(timed):
     ]
 
 
+def test_shapes_run_one_by_one_are_kept_in_one_file(timed):
+    out = timed / "results.json"
+    common = ("--passes", "fwd", "--variants", "cake-det", "--keep", "--out", str(out))
+    for shape, commit in (("tiny", "first"), ("wide", "second"), ("tiny", "third")):
+        assert bench("--shapes", shape, "--commit", commit, *common) == 0
+    found = json.loads(out.read_text())
+    assert [row["shape"] for row in found["rows"]] == ["wide", "tiny"]
+    assert found["header"]["commit"] == "third"
+    assert [head["commit"] for head in found["header"]["earlier"]] == ["first", "second"]
+    assert not any("earlier" in head for head in found["header"]["earlier"])
+
+
 def test_arms_that_disagree_make_the_command_fail(timed, capsys):
     assert bench("--vs", "wrong", "--passes", "fwd") == 1
     assert "wrong differs from cake-det" in capsys.readouterr().out.replace("\n", " ")

@@ -118,7 +118,7 @@ def test_profiles_run_after_all_samples_and_are_grouped_by_kernel():
     meter = CountingMeter()
     results = runner(bench(arm(), arm("other", peer=True)), passes=("bwd",), meter=meter).run()
     measured = [word for word in meter.log if word != "synchronize"]
-    assert measured == ["sample"] * 10 + ["kernels", "kernels", "peak"] * 2
+    assert measured == ["sample"] * 10 + ["peak", "kernels", "kernels"] * 2
     mine = [entry for entry in results.kernels if entry["arm"] == "own"]
     assert [(k["name"], k["calls"], k["gpu_ms"]) for k in mine] == [("scan", 2, 3.0), ("prep", 1, 0.5)]
     assert set(mine[0]) == {"op", "shape", "pass", "arm", "mode", "name", "calls", "gpu_ms"}
@@ -189,6 +189,21 @@ def test_arm_that_raises_in_the_check_or_later_is_left_out():
     assert len(rows_of(results, arm="own")) == 4
     assert "small: no: NotImplementedError: no kernels here" in results.notes
     assert "small, fwd: later: RuntimeError: out of luck" in results.notes
+    assert not results.failed
+
+
+def test_trouble_of_the_profiler_leaves_the_times():
+    def trouble(prepare, run):
+        raise RuntimeError("no counters")
+
+    meter = CountingMeter()
+    meter.kernels = trouble
+    results = runner(bench(arm()), passes=("fwd",), meter=meter).run()
+    (row,) = results.rows
+    assert row["wall_ms"] == 4.0
+    assert row["gpu_ms"] is None
+    assert row["peak_bytes"] == 1000
+    assert "small, fwd: own could not be profiled: RuntimeError: no counters" in results.notes
     assert not results.failed
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from cake.core import config
 from cake.core.bench import _passes
@@ -47,7 +48,10 @@ class Measurement:
     #: One list of (name, ms) per profiled run.
     profiles: list[list[tuple[str, float]]] = field(default_factory=list)
     peak_bytes: int | None = None
+    #: Why the contender has no times.
     error: Exception | None = None
+    #: Why it has times and nothing else: the profiler's or the allocator's trouble.
+    unprofiled: Exception | None = None
 
     @property
     def wall_ms(self) -> float:
@@ -103,14 +107,27 @@ def measure(
                         measurement.walls.append(wall)
                         measurement.hosts += [] if host is None else [host]
         for measurement, (prepare, run) in zip(measurements, plans, strict=True):
-            with _attempt(measurement) as wanted:
-                if not wanted:
-                    continue
-                for _ in range(profiles):
-                    found = meter.kernels(prepare, run)
-                    measurement.profiles += [] if found is None else [found]
-                measurement.peak_bytes = meter.peak_bytes(prepare, run)
+            if measurement.error is None:
+                _profile(measurement, prepare, run, meter, profiles)
     return measurements
+
+
+def _profile(
+    measurement: Measurement,
+    prepare: Callable[[], Any],
+    run: Callable[[Any], Any],
+    meter: Meter,
+    profiles: int,
+) -> None:
+    try:
+        with measurement.contender.configured():
+            measurement.peak_bytes = meter.peak_bytes(prepare, run)
+            for _ in range(profiles):
+                found = meter.kernels(prepare, run)
+                measurement.profiles += [] if found is None else [found]
+    except Exception as error:
+        measurement.unprofiled = error
+        measurement.profiles.clear()
 
 
 @contextlib.contextmanager

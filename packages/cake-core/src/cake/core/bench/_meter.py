@@ -66,6 +66,7 @@ class CudaMeter:
         self._flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
         self._start = _event()
         self._end = _event()
+        self._profiler_is_ready = False
 
     def sample(self, prepare: Callable[[], Any], run: Callable[[Any], Any]) -> tuple[float, float | None]:
         """See ``Meter``."""
@@ -86,6 +87,11 @@ class CudaMeter:
         """See ``Meter``. The flush lies before the profiled region, so whatever is found is the run's own."""
         from torch.profiler import ProfilerActivity, profile
 
+        if not self._profiler_is_ready:
+            # The first region of a process starts the tracing of the device and may miss activities.
+            with profile(activities=[ProfilerActivity.CUDA]):
+                self._flush_cache()
+            self._profiler_is_ready = True
         state = prepare()
         self._flush_cache()
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:

@@ -77,14 +77,38 @@ def git_commit(near: Path | None = None) -> str | None:
     return commit + ("+" if _output("git", "-C", str(folder), "status", "--porcelain", "-uno") else "")
 
 
-def document(head: dict[str, Any], results: Results) -> dict[str, Any]:
-    """What is written to the results file."""
-    return {
+def document(head: dict[str, Any], results: Results, earlier: dict[str, Any] | None = None) -> dict[str, Any]:
+    """What is written to the results file.
+
+    Args:
+        head: The run's ``header``.
+        results: What it found.
+        earlier: The document of an earlier run: its shapes that this run has not measured are kept, and its
+            header under ``header["earlier"]``, so that the shapes of a long benchmark may run one by one. The
+            arms of one shape always come from one run.
+    """
+    made: dict[str, Any] = {
         "header": head,
         "rows": results.rows,
         "kernels": results.kernels,
         "checks": results.checks,
         "notes": results.notes,
+    }
+    if earlier is None:
+        return made
+    old = earlier["header"]
+    measured = {row["shape"] for row in results.rows}
+    kept = {
+        part: [entry for entry in earlier[part] if entry["shape"] not in measured]
+        for part in ("rows", "kernels", "checks")
+    }
+    return {
+        "header": {
+            **head,
+            "earlier": [*old.get("earlier", []), {k: v for k, v in old.items() if k != "earlier"}],
+        },
+        **{part: kept[part] + made[part] for part in kept},
+        "notes": [*earlier["notes"], *results.notes],
     }
 
 

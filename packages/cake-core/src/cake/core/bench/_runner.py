@@ -152,8 +152,11 @@ class Runner:
                 if measurement.error is not None:
                     self._give_up(contender.arm, f"{shape.name}, {which}: {contender}", measurement.error)
                     contenders.remove(contender)
-                else:
-                    self._record(shape, which, measurement)
+                    continue
+                if measurement.unprofiled is not None:
+                    why = _describe(measurement.unprofiled)
+                    self._note(f"{shape.name}, {which}: {contender} could not be profiled: {why}")
+                self._record(shape, which, measurement)
         if self._ceilings is not None and self._bench.work is not None:
             self.results.rows += floor_rows(self._bench, shape, self._plan, self._ceilings)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -43,6 +44,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "--time-budget", type=float, metavar="SECONDS", help="begin nothing new after this long"
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON, rewritten after every shape")
+    parser.add_argument(
+        "--keep", action="store_true", help="keep the shapes that FILE holds and this run doesn't measure"
+    )
     parser.add_argument("--commit", help="recorded where the sources are no git checkout")
     parser.add_argument("--list", action="store_true", help="list the op's shapes and arms, and stop")
     return parser
@@ -77,11 +81,13 @@ def _measure(args: argparse.Namespace, bench: Bench, plan: Plan, device: torch.d
     console = Console()
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     head = header(bench, plan, device, args.commit)
+    keep = args.keep and args.out is not None and args.out.exists()
+    earlier = json.loads(args.out.read_text(encoding="utf-8")) if keep else None
     ceilings = next((found for gpu, found in CEILINGS.items() if name.startswith(gpu)), None)
 
     def save(results: Results) -> None:
         if args.out is not None:
-            write_json(args.out, document(head, results))
+            write_json(args.out, document(head, results, earlier))
 
     with _progress(plan.steps) as step:
         runner = Runner(bench, plan, device, meter(device), ceilings=ceilings, on_step=step, on_shape=save)
