@@ -105,6 +105,15 @@ def test_the_record_of_vendored_copies_is_shown(toy: Any) -> None:
     assert manifest()["ops"]["toy"]["vendored"] == {"cake": {"source": "self", "commit": "c0ffee"}}
 
 
+def test_what_was_loaded_is_listed_with_its_compiler(toy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cake.core import loader
+
+    assert manifest()["loaded"] == []
+    item = loader.Loaded("toy", "toy", "sm_90a", "toy", "0" * 64, "13.0.88", Path("/cache/toy.so"))
+    monkeypatch.setattr(loader, "loaded", lambda: (item,))
+    assert manifest()["loaded"] == [{"op": "toy", "library": "toy", "arch": "sm_90a", "nvcc": "13.0.88"}]
+
+
 def test_a_process_that_only_asks_for_the_manifest_loads_no_torch(toy_folder: Path) -> None:
     code = (
         f"import sys; sys.path.insert(0, {str(toy_folder)!r})\n"

@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Mapping
 from importlib import metadata
+from pathlib import PurePosixPath
 from typing import Any
 
 from . import config, registry
@@ -168,13 +169,25 @@ def _vendored(spec: OpSpec) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for package in spec.kernel_packages:
         try:
-            path = package.root().parent / "_vendor" / "VENDORED.json"
+            module = package.root().parents[len(PurePosixPath(package.path).parts) - 1]
+            path = module / "_vendor" / "VENDORED.json"
             recorded = json.loads(path.read_text(encoding="utf-8")).get("packages", {})
         except (OSError, ValueError, AttributeError):
             continue
         for name, entry in recorded.items():
             found[name] = {"source": entry.get("source"), "commit": entry.get("commit")}
     return found
+
+
+def _loaded() -> list[dict[str, str]]:
+    """The libraries that this process has loaded so far, and the nvcc that built each."""
+    loader = sys.modules.get(f"{__package__}.loader")
+    if loader is None:
+        return []
+    return [
+        {"op": item.op, "library": item.library, "arch": item.arch, "nvcc": item.nvcc}
+        for item in loader.loaded()
+    ]
 
 
 def manifest(*, probe: bool = False) -> dict[str, Any]:
@@ -216,6 +229,7 @@ def manifest(*, probe: bool = False) -> dict[str, Any]:
         "configured": config.configured(),
         "deterministic": rows["deterministic"].value,
         "workspace_pool_bytes": rows["workspace_pool_bytes"].value,
+        "loaded": _loaded(),
         "require": dict(config.requirements()),
         "ops": ops,
         "broken_ops": {name: f"{type(error).__name__}: {error}" for name, error in registry.broken().items()},
