@@ -59,10 +59,7 @@ def compile_record(
     )  # a relative name keeps this machine's paths out of the library and out of -I with spaces
     link.symlink_to(build.tvm_ffi_root(), target_is_directory=True)
     begin = time.monotonic()
-    try:
-        status, output = _run(command, work)
-    finally:
-        link.unlink()
+    status, output = _run(command, work)
     seconds = time.monotonic() - begin
     shown = shlex.join(command)
     if status != 0:
@@ -92,6 +89,7 @@ def compile_record(
             output=output,
             source=str(first),
         )
+    link.unlink()  # what failed keeps it, so that its command can be run again where it is kept
     return {
         "schema": build.SCHEMA,
         "arch": record.arch,

@@ -22,6 +22,7 @@ import hashlib
 import json
 import logging
 import os
+import shlex
 import shutil
 import tempfile
 import time
@@ -327,6 +328,7 @@ def _keep(root: Path, name: str, work: Path, error: BuildError) -> None:
     finally:
         for old in (root / "tmp").glob(f"{name}.old-*"):
             shutil.rmtree(old, ignore_errors=True)
+    error.command = f"cd {shlex.quote(str(kept))} && {error.command}"
     error.source = str(kept / inside) if inside is not None else str(kept)
 
 
