@@ -82,7 +82,7 @@ def test_table_has_a_line_per_arm_and_mode_with_forward_times_joined():
     ]  # fmt: skip
     lines = text(table(Results(rows=rows))).splitlines()
     (save,) = [line for line in lines if "cake-det" in line and "save" in line]
-    for word in ("M", "16,48", "0.500 / 0.750", "4.250 / 4.500", "321", "2.50", "1.00"):
+    for word in ("M", "16,48", "0.500 / 0.750", "4.250 / 4.500", "321", "2500.0", "1000.0"):
         assert word in save
     (recompute,) = [line for line in lines if "recompute" in line]
     assert "4.750 / 5.000" in recompute
@@ -92,6 +92,28 @@ def test_table_has_a_line_per_arm_and_mode_with_forward_times_joined():
     assert "/" not in floor
     (peer,) = [line for line in lines if "flashqla" in line]
     assert "0.600 / 1.500" in peer
+
+
+def test_table_keeps_the_order_of_shapes_and_arms():
+    other = Shape("A", (1, 1), (1,))
+    rows = [
+        row("gdn", shape, which, arm, mode, gpu_ms=1.0)
+        for shape in (SHAPE, other)
+        for which, modes in (("fwd", [None]), ("bwd", ["save", "recompute"]))
+        for mode in modes
+        for arm in ("cake-det", "cake-fast")
+    ]
+    lines = [line.split() for line in text(table(Results(rows=rows))).splitlines() if "cake-" in line]
+    found = [next(word for word in line if word.startswith("cake-")) for line in lines]
+    assert found == ["cake-det", "cake-det", "cake-fast", "cake-fast"] * 2
+    assert ["M" in line for line in lines] == [True] + [False] * 7
+    assert ["A" in line for line in lines] == [False] * 4 + [True] + [False] * 3
+
+
+def test_table_of_a_cpu_shows_wall_times_alone():
+    shown = text(table(Results(rows=[row("gdn", SHAPE, "fwd", "cake-det", None, wall_ms=1.5)])))
+    assert "1.500" in shown
+    assert "/" not in shown
 
 
 def test_table_of_nothing():

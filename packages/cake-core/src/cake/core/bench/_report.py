@@ -130,14 +130,15 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def table(results: Results) -> Table:
-    """One line per shape, arm and mode; per pass ``gpu / wall`` in ms."""
+    """One line per shape, arm and mode; per pass ``gpu / wall`` in ms, or the one that there is."""
     from rich.table import Table
 
     passes = [which for which in PASSES if any(row["pass"] == which for row in results.rows)]
-    made = Table(title="gpu / wall in ms", title_justify="left")
+    profiled = any(row["gpu_ms"] is not None for row in results.rows)
+    made = Table(title="gpu / wall in ms" if profiled else "wall in ms", title_justify="left")
     for name in ("shape", "heads", "arm", "mode"):
         made.add_column(name)
-    for name in (*passes, "host us", "peak GB", "saved GB"):
+    for name in (*passes, "host us", "peak MB", "saved MB"):
         made.add_column(name, justify="right")
     previous = None
     for (shape, heads, arm, mode), rows in _grouped(results.rows):
@@ -152,8 +153,8 @@ def table(results: Results) -> Table:
             mode or "",
             *(_times(by_pass.get(which)) for which in passes),
             _number(last["host_us"], 1.0, ".0f"),
-            _number(last["peak_bytes"], 1e-9, ".2f"),
-            _number(last["saved_bytes"], 1e-9, ".2f"),
+            _number(last["peak_bytes"], 1e-6, ".1f"),
+            _number(last["saved_bytes"], 1e-6, ".1f"),
         )
         previous = shape
     return made
@@ -171,15 +172,16 @@ def _grouped(rows: Sequence[dict[str, Any]]) -> Iterable[tuple[tuple[Any, ...], 
         place = (row["shape"], tuple(row["heads"]), row["arm"])
         mode = row["mode"] if row["mode"] is not None else modes.get(place)
         groups.setdefault((*place, mode), []).append(row)
-    order = list(dict.fromkeys(key[0] for key in groups))
-    return sorted(groups.items(), key=lambda item: order.index(item[0][0]))
+    # Shapes and arms in the order of their first rows.
+    shapes = list(dict.fromkeys(row["shape"] for row in rows))
+    arms = list(dict.fromkeys(row["arm"] for row in rows))
+    return sorted(groups.items(), key=lambda item: (shapes.index(item[0][0]), arms.index(item[0][2])))
 
 
 def _times(row: dict[str, Any] | None) -> str:
     if row is None:
         return ""
-    gpu, wall = (_number(row[key], 1.0, ".3f") for key in ("gpu_ms", "wall_ms"))
-    return f"{gpu} / {wall}" if wall else gpu
+    return " / ".join(format(row[key], ".3f") for key in ("gpu_ms", "wall_ms") if row[key] is not None)
 
 
 def _number(value: float | None, scale: float, form: str) -> str:

@@ -95,9 +95,8 @@ def _measure(args: argparse.Namespace, bench: Bench, plan: Plan, device: torch.d
     save(results)
     # Wide enough for every column when the output is a file or a log.
     wide = console if console.is_terminal else Console(width=200)
-    wide.print(
-        f"{name}, driver {head['driver']}, " + ", ".join(f"{k} {v}" for k, v in head["versions"].items())
-    )
+    versions = {"driver": head["driver"], **head["versions"]}
+    wide.print(f"{name}: " + ", ".join(f"{k} {v}" for k, v in versions.items() if v is not None))
     wide.print(table(results))
     for note in results.notes:
         wide.print(f"note: {note}", markup=False)
