@@ -1,0 +1,72 @@
+"""The device library's primitives on the GPU, each against a plain product or inverse."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from cake.core import loader
+
+pytestmark = pytest.mark.gpu("sm_90a")
+
+
+@pytest.fixture(scope="module")
+def library():
+    return loader.load_from(Path(__file__).parent, "header_tests", arch="sm_90a")
+
+
+def stream():
+    return torch.cuda.current_stream().cuda_stream
+
+
+@pytest.mark.parametrize("k", [64, 128], ids="K{}".format)
+@pytest.mark.parametrize("n", [64, 128], ids="N{}".format)
+@pytest.mark.parametrize("mn_major_b", [False, True], ids=["B-K-major", "B-MN-major"])
+@pytest.mark.parametrize("from_a", [0, 1, 2], ids=["A-registers", "A-K-major", "A-MN-major"])
+def test_wgmma_product(library, from_a, mn_major_b, n, k):
+    generator = torch.Generator("cuda").manual_seed(n + k)
+    a = torch.randn(64, k, generator=generator, device="cuda").bfloat16()
+    b = torch.randn(n, k, generator=generator, device="cuda").bfloat16()
+    d = torch.full((64, n), float("nan"), device="cuda")
+    library.wgmma_product(
+        from_a, mn_major_b, a.T.contiguous() if from_a == 2 else a, b.T.contiguous() if mn_major_b else b, d, stream()
+    )
+    expected = a.double() @ b.double().T
+    # Products of bf16 are exact in fp32: what is left is the order of 128 sums.
+    assert (d - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def lower_triangles():
+    generator = torch.Generator().manual_seed(0)
+    random = torch.randn(64, 64, generator=generator)
+    keys = torch.nn.functional.normalize(torch.randn(64, 128, generator=generator), dim=1)
+    beta = torch.rand(64, 1, generator=generator)
+    return {
+        "zero": torch.zeros(64, 64),
+        "keys": beta * (keys @ keys.T),
+        "repeated keys": torch.ones(64, 64),
+        "beta 2 and repeated keys": 1.9 * torch.ones(64, 64),
+        "long keys": 0.3 * random,
+    }
+
+
+@pytest.mark.parametrize("name", lower_triangles())
+def test_inverse(library, name):
+    lower = lower_triangles()[name].cuda()
+    x = torch.full((64, 64), float("nan"), device="cuda")
+    library.invert(lower, x, stream())
+    unit = torch.eye(64, device="cuda", dtype=torch.float64)
+    expected = torch.linalg.solve_triangular(unit + lower.double().tril(-1), unit, upper=False)
+    error = (x - expected).abs().max() / expected.abs().max()
+    # Split tf32 keeps about 2^-21 per product; growth of the inverse itself is in the scale.
+    assert error <= 2e-5
+    assert (x.triu(1) == 0).all() and (x.diagonal() == 1).all()
+
+
+def test_transposed_fragments(library):
+    x = torch.randn(64, 128, device="cuda").bfloat16()
+    y = torch.full((128, 64), float("nan"), device="cuda")
+    z = torch.full((64, 128), float("nan"), device="cuda", dtype=torch.bfloat16)
+    library.transpose_channels(x, y, z, stream())
+    assert torch.equal(y, x.T.float())
+    assert torch.equal(z, 2 * x)
