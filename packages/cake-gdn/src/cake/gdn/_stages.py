@@ -38,12 +38,14 @@ class Prep:
        for i > j; columns past the chunk's tokens are 0.
     b: fp32 [HV, total]. Inclusive sum over the chunk of log2(e) * max(g, -88).
     rq, rk: fp32 [H, total]. 1 / sqrt(sum q^2 + 1e-6) of each row, or 1 without the L2 norm.
+    plan: the CUDA backend's tables of sequences and chunks, int32; None elsewhere.
     """
 
     t: torch.Tensor
     b: torch.Tensor
     rq: torch.Tensor
     rk: torch.Tensor
+    plan: torch.Tensor | None = None
 
 
 def backend_name(device: torch.device) -> str:

@@ -24,7 +24,7 @@
 namespace cake::gdn {
 
 constexpr int kOutThreads = 512;
-constexpr int kQueryRegisters = 136, kEraseRegisters = 152, kDeltaRegisters = 168, kOutProducerRegisters = 56;
+constexpr int kQueryRegisters = 136, kEraseRegisters = 152, kDeltaRegisters = 176, kOutProducerRegisters = 48;
 static_assert(kQueryRegisters + kEraseRegisters + kDeltaRegisters + kOutProducerRegisters == 512, "of a lane slot");
 constexpr float kLeastBeta = 0x1p-60f;
 
@@ -47,7 +47,7 @@ struct OutArgs {
 };
 
 // Per token and v head; two sets, for the v head in work and the next.
-struct OutVectors {
+struct alignas(16) OutVectors {
   float b[kChunk], grown[kChunk], rest[kChunk], beta[kChunk];  // b, 2^b, 2^(b_C - b)
   float decay;                                                 // 2^b_C
 };

@@ -38,7 +38,7 @@ struct WalkArgs {
 };
 
 // Row factors of a chunk, made by the helper; which they are differs by direction.
-struct Factors {
+struct alignas(16) Factors {
   float a[kChunk], b[kChunk], c[kChunk], d[kChunk];
   float decay;  // 2^b_C
 };

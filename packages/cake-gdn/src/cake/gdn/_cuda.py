@@ -1,0 +1,202 @@
+"""The stages on sm_90a: what each kernel is given, and where its results live. The interface: `_stages`.
+
+Nothing is read back from the device and every launch goes to the current stream, so all of it can be captured
+into a CUDA graph. Scratch comes from the workspace pool; what autograd keeps is ordinary memory.
+"""
+
+from __future__ import annotations
+
+from array import array
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from cake.core import loader, workspace
+from cake.gdn._stages import Prep
+from cake.gdn.plan import CHUNK, HEAD_DIM, Sequences
+
+ARCH = "sm_90a"
+# Kinds of boundaries, as gdn_plan numbers them, and how many fit into one launch's parameters.
+UNIFORM, INLINE, INT32, INT64 = range(4)
+INLINE_BOUNDARIES = 1000
+PLAN_HEADER = 4
+
+
+def prep(
+    q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, seqs: Sequences, *, l2norm: bool
+) -> Prep:
+    """The call's tables, then norms, decays and chunk inverses; see `_stages`."""
+    heads, v_heads, total, device = q.shape[2], g.shape[2], seqs.total, q.device
+    stream = _stream(device)
+    made = Prep(
+        t=torch.empty((v_heads, total, CHUNK), dtype=torch.bfloat16, device=device),
+        b=torch.empty((v_heads, total), dtype=torch.float32, device=device),
+        rq=torch.empty((heads, total), dtype=torch.float32, device=device),
+        rk=torch.empty((heads, total), dtype=torch.float32, device=device),
+        plan=_plan(seqs, device, stream),
+    )
+    _library("gdn_prep").gdn_prep(
+        q,
+        k,
+        g,
+        beta,
+        made.plan,
+        seqs.n,
+        seqs.chunk_capacity,
+        made.t,
+        made.b,
+        made.rq,
+        made.rk,
+        l2norm,
+        stream,
+    )
+    return made
+
+
+def scan(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    beta: torch.Tensor,
+    prep: Prep,
+    seqs: Sequences,
+    *,
+    scale: float,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    save_states: bool = False,
+    need_output: bool = True,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """The serial forward; see `_stages`. The tape holds tile images: `logical_states` shows them as [V, K]."""
+    edge = initial_state is not None
+    o = torch.empty(v.shape, dtype=v.dtype, device=v.device) if need_output else None
+    final_state = _edge_state(seqs, v) if output_final_state else None
+    states = _tape(seqs, v, edge) if save_states else None
+    _library("gdn_scan").gdn_scan(
+        q, k, v, beta, _plan_of(prep, seqs, q.device), seqs.n, seqs.chunk_capacity, prep.t, prep.b, prep.rq, prep.rk,
+        initial_state, o, final_state, states, edge, scale, _stream(v.device),
+    )  # fmt: skip
+    return o, final_state, states
+
+
+def adj(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    do: torch.Tensor,
+    beta: torch.Tensor,
+    prep: Prep,
+    seqs: Sequences,
+    *,
+    scale: float,
+    dht: torch.Tensor | None = None,
+    need_dh0: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The serial adjoint; see `_stages`."""
+    edge = dht is not None
+    y = torch.empty(do.shape, dtype=do.dtype, device=do.device)
+    adj_states = workspace.take(
+        "gdn", "adj_states", (seqs.slots(edge), do.shape[2], HEAD_DIM, HEAD_DIM), torch.bfloat16, do.device
+    )
+    dh0 = _edge_state(seqs, do) if need_dh0 else None
+    _library("gdn_adj").gdn_adj(
+        q, k, do, beta, _plan_of(prep, seqs, q.device), seqs.n, seqs.chunk_capacity, prep.t, prep.b, prep.rq, prep.rk,
+        dht, y, dh0, adj_states, edge, scale, _stream(do.device),
+    )  # fmt: skip
+    return y, adj_states, dh0
+
+
+def out(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    do: torch.Tensor,
+    y: torch.Tensor,
+    beta: torch.Tensor,
+    prep: Prep,
+    states: torch.Tensor,
+    adj_states: torch.Tensor,
+    seqs: Sequences,
+    *,
+    scale: float,
+    l2norm: bool,
+    states_edge: bool,
+    adj_edge: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The parallel rest of the backward; see `_stages`. dv takes over y's storage."""
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    dk = torch.empty(k.shape, dtype=k.dtype, device=q.device)
+    dbeta = torch.empty(v.shape[:3], dtype=torch.float32, device=q.device)
+    dg = torch.empty_like(dbeta)
+    _library("gdn_out").gdn_out(
+        q, k, v, do, y, beta, _plan_of(prep, seqs, q.device), seqs.n, seqs.chunk_capacity, prep.t, prep.b, prep.rq, prep.rk,
+        states, adj_states, states_edge, adj_edge, dq, dk, y, dbeta, dg, scale, l2norm, _ctas(q.device.index),
+        _stream(q.device),
+    )  # fmt: skip
+    return dq, dk, y, dbeta, dg
+
+
+def logical_states(images: torch.Tensor) -> torch.Tensor:
+    """The states of a tape [slots, HV, 128, 128] as the twins hold them, rows of V and columns of K.
+
+    A kernel's image is two panels of 64 columns; the 16-byte group g of row v sits at group g ^ (v % 8).
+    """
+    rows = torch.arange(HEAD_DIM, device=images.device)[:, None]
+    groups = torch.arange(8, device=images.device)[None, :] ^ (rows & 7)
+    panels = images.unflatten(2, (2, 64)).flatten(2).view(*images.shape[:2], 2, HEAD_DIM, 8, 8)
+    return panels[:, :, :, rows, groups].permute(0, 1, 3, 2, 4, 5).reshape(images.shape)
+
+
+def _library(name: str) -> Any:
+    return loader.load("gdn", name, arch=ARCH)
+
+
+def _stream(device: torch.device) -> int:
+    # Asked of torch at every call: a stream context or the autograd thread may have another one than last time.
+    return torch.cuda.current_stream(device).cuda_stream
+
+
+@lru_cache(maxsize=64)
+def _ctas(device: int) -> int:
+    # Persistent CTAs of gdn_out. Any count gives the same bits.
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _tape(seqs: Sequences, v: torch.Tensor, edge: bool) -> torch.Tensor:
+    return torch.empty(
+        (seqs.slots(edge), v.shape[2], HEAD_DIM, HEAD_DIM), dtype=torch.bfloat16, device=v.device
+    )
+
+
+def _edge_state(seqs: Sequences, v: torch.Tensor) -> torch.Tensor:
+    return torch.empty((seqs.n, v.shape[2], HEAD_DIM, HEAD_DIM), dtype=torch.float32, device=v.device)
+
+
+@lru_cache(maxsize=64)
+def _host_boundaries(seqs: Sequences) -> array[int]:
+    return array("i", seqs.boundaries or ())
+
+
+def _plan_of(prep: Prep, seqs: Sequences, device: torch.device) -> torch.Tensor:
+    return _plan(seqs, device, _stream(device)) if prep.plan is None else prep.plan
+
+
+def _plan(seqs: Sequences, device: torch.device, stream: int) -> torch.Tensor:
+    """The tables of sequences and chunks on the device, int32, made by one small launch."""
+    words = torch.empty(PLAN_HEADER + 5 * seqs.n + 4 * seqs.chunk_capacity, dtype=torch.int32, device=device)
+    library = _library("gdn_prep")
+    kind, host, boundaries = UNIFORM, 0, None
+    if seqs.boundaries is None:
+        boundaries = seqs.cu_device
+        kind = INT64 if boundaries.dtype == torch.int64 else INT32
+    elif seqs.batch == 1 and seqs.n > 1:
+        host = _host_boundaries(seqs).buffer_info()[0]
+        kind = INLINE
+        if seqs.n + 1 > INLINE_BOUNDARIES:
+            boundaries = torch.empty(seqs.n + 1, dtype=torch.int32, device=device)
+            library.gdn_boundaries(boundaries, host, seqs.n + 1, stream)
+            kind = INT32
+    library.gdn_plan(
+        words, kind, host, boundaries, seqs.n, seqs.chunk_capacity, seqs.total, seqs.tokens, stream
+    )
+    return words
