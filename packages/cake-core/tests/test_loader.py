@@ -529,6 +529,51 @@ def test_a_disk_that_fills_up_while_publishing(kit, package, monkeypatch, nth):
     monkeypatch.undo()
 
 
+FULL_DISK = """
+import os, pathlib, sys
+from cake.core import build, cache, loader
+package = build.read_package(sys.argv[1])
+disk, said = cache.folder().parent, set()
+for kib in range(0, 72, 2):
+    cache.clear()
+    (disk / "fill").unlink(missing_ok=True)
+    try:
+        (disk / "fill").write_bytes(bytes(kib << 10))
+        loader.ensure(package, package.records[0])
+        said.add("built")
+    except OSError:
+        said.add("filled")
+    except Exception as error:
+        assert "o space left" in str(error), error
+        said.add(type(error).__name__)
+        assert [why for _, _, why in cache.entries()] == [], "something half-written is left"
+    assert list((disk / "cache" / "tmp").glob("*")) == [], "a build folder is left"
+print(sorted(said))
+"""
+
+
+def test_a_disk_that_really_fills_up(kit, package, tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=72k none "$0" && exec "$@"', str(disk)]
+    try:
+        able = subprocess.run([*mount, "true"], capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        able = False
+    if not able:
+        pytest.skip("needs the right to mount a small disk")
+    done = subprocess.run(
+        [*mount, sys.executable, "-c", FULL_DISK, str(package)],
+        env={**os.environ, "CAKE_CACHE_DIR": str(disk / "cache")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "BuildError" in done.stdout
+    assert "built" in done.stdout
+
+
 def test_the_folder_of_the_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("CAKE_CACHE_DIR", "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
