@@ -180,6 +180,8 @@ def _check_inputs(
     )
     batch, tokens, heads, _ = q.shape
     device = q.device
+    if batch < 1 or heads < 1:
+        raise ValueError(f"q must have a row and a head, got [B, T, H, K]={list(q.shape)}")
     check_tensor(
         "k",
         k,
@@ -197,8 +199,6 @@ def _check_inputs(
         last_contiguous=True,
     )
     v_heads = v.shape[2]
-    if batch < 1 or heads < 1:
-        raise ValueError(f"q must have a row and a head, got [B, T, H, K]={list(q.shape)}")
     if v_heads < 1 or v_heads % heads:
         raise ValueError(f"v must have a multiple of H={heads} heads, got HV={v_heads}")
     gate_shape = {"B": batch, "T": tokens, "HV": v_heads}

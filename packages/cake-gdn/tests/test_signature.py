@@ -1,0 +1,162 @@
+"""The call as flash-linear-attention's users write it, and the package as an importer sees it."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import cake.gdn
+from cake.core import registry
+from cake.core.testing import assert_bitwise_equal
+from cake.gdn import chunk_gated_delta_rule
+
+# Positional, as in flash-linear-attention 0.6.0.
+POSITIONAL = {
+    "q": inspect.Parameter.empty,
+    "k": inspect.Parameter.empty,
+    "v": inspect.Parameter.empty,
+    "g": inspect.Parameter.empty,
+    "beta": inspect.Parameter.empty,
+    "scale": None,
+    "initial_state": None,
+    "output_final_state": False,
+    "use_qk_l2norm_in_kernel": False,
+    "use_beta_sigmoid_in_kernel": False,
+    "allow_neg_eigval": False,
+    "state_v_first": False,
+    "cu_seqlens": None,
+    "cu_seqlens_cpu": None,
+    "chunk_indices": None,
+    "cp_context": None,
+}
+# Taken there by name alone, then ours.
+BY_NAME = {
+    "use_gate_in_kernel": False,
+    "A_log": None,
+    "dt_bias": None,
+    "chunk_size": 64,
+    "head_first": False,
+    "transpose_state_layout": None,
+    "variant": None,
+    "recompute_state": None,
+}
+
+
+def test_signature():
+    parameters = inspect.signature(chunk_gated_delta_rule).parameters
+    positional = [p for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    by_name = [p for p in parameters.values() if p.kind is p.KEYWORD_ONLY]
+    assert len(positional) + len(by_name) == len(parameters), "no *args, no **kwargs"
+    assert [(p.name, p.default) for p in positional] == list(POSITIONAL.items())
+    assert {p.name: p.default for p in by_name} == BY_NAME
+
+
+def test_every_argument_is_documented():
+    documentation = inspect.getdoc(chunk_gated_delta_rule)
+    for name in (*POSITIONAL, *BY_NAME):
+        assert f"    {name}: " in documentation, name
+    for section in ("Returns:", "Raises:", "Determinism:"):
+        assert section in documentation
+
+
+def test_positional_call(make, device):
+    case = make((70, 65), heads=(1, 2))
+    cu = torch.tensor(case.boundaries, device=device)
+    by_position = chunk_gated_delta_rule(
+        case.q,
+        case.k,
+        case.v,
+        case.g,
+        case.beta,
+        0.1,
+        case.initial_state,
+        True,
+        True,
+        True,
+        True,
+        True,
+        cu,
+        torch.tensor(case.boundaries),
+    )
+    by_name = chunk_gated_delta_rule(
+        q=case.q,
+        k=case.k,
+        v=case.v,
+        g=case.g,
+        beta=case.beta,
+        scale=0.1,
+        initial_state=case.initial_state,
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+        use_beta_sigmoid_in_kernel=True,
+        allow_neg_eigval=True,
+        state_v_first=True,
+        cu_seqlens=cu,
+    )
+    for name, a, b in zip(("o", "final state"), by_position, by_name, strict=True):
+        assert_bitwise_equal(name, a, b)
+
+
+@pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_does_not_reach_inside(make, call, device, assert_same_bits, autocast):
+    case = make((70, 65), heads=(1, 2))
+    expected = call(case)
+    with torch.autocast(device.type, dtype=autocast):
+        got = call(case)
+    assert_same_bits(got, expected)
+
+
+def test_names_of_the_package():
+    for name in cake.gdn.__all__:
+        assert getattr(cake.gdn, name) is not None
+    assert set(cake.gdn.__all__) <= set(dir(cake.gdn))
+    with pytest.raises(AttributeError, match="no attribute 'chunk_gdn'"):
+        _ = cake.gdn.chunk_gdn
+
+
+def test_the_registry_finds_the_op():
+    spec = registry.op_spec("gdn")
+    assert spec is cake.gdn.SPEC
+    assert spec.distribution == "cake-gdn"
+    assert spec.variants == ("det", "fast")
+    assert registry.entry("gdn", "chunk_gated_delta_rule") is chunk_gated_delta_rule
+
+
+@pytest.mark.parametrize("module", ["cake.gdn", "cake.gdn.spec", "cake.gdn.plan", "cake.gdn._route"])
+def test_importing_loads_no_torch(module):
+    # A declaration has to be readable by a launcher that has neither torch nor a GPU.
+    code = f"import sys, {module}; sys.exit(sorted({{'torch', 'tvm_ffi', 'numpy'}} & set(sys.modules)) or 0)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_cpu_needs_no_toolchain(tmp_path):
+    # No nvcc, no driver, no cache folder, no compile: forward and backward on the torch twins.
+    code = """
+import torch
+from cake.core import no_build
+from cake.gdn import chunk_gated_delta_rule, last_route
+q, k, v = (torch.randn(1, 70, 2, 128).bfloat16().requires_grad_() for _ in range(3))
+g, beta = -torch.rand(1, 70, 2), torch.rand(1, 70, 2)
+with no_build():
+    o, _ = chunk_gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=True)
+    o.float().sum().backward()
+assert last_route().backend == "torch", last_route()
+assert not torch.cuda.is_initialized()
+import sys
+assert "cake.gdn._cuda" not in sys.modules
+"""
+    cache = tmp_path / "cache"
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"PATH": "", "CAKE_CACHE_DIR": str(cache), "CUDA_VISIBLE_DEVICES": "", "HOME": str(tmp_path)},
+    )
+    assert result.returncode == 0, result.stderr
+    assert not cache.exists()
