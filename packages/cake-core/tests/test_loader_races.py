@@ -109,6 +109,18 @@ def test_sixteen_cold_builders_compile_each_library_once(kit, tmp_path):
     assert [why for _, _, why in cache.entries()] == ["", ""]
 
 
+def test_of_many_waiting_builders_one_fails_and_all_say_why(kit, package):
+    kit.plan(seconds=1.5, status=1, output="tiny.cu(1): error: no")
+    command = [sys.executable, "-c", DRIVER, "8", "locks work", str(package)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 8
+    assert done.stdout.count("tiny.cu(1): error: no") == 8
+    assert done.stdout.count("in another process, which this one waited for") == 7
+    assert len(kit.compiles) == 1
+    kit.plan(seconds=0, status=0)
+    ensure(package)  # a failure is no verdict on the next try
+
+
 @pytest.mark.parametrize("mode", ["flock does nothing", "flock fails", "no lock"])
 def test_without_working_locks_everybody_gets_a_whole_library(kit, package, mode):
     kit.plan(seconds=0.3)

@@ -22,7 +22,6 @@ import hashlib
 import json
 import logging
 import os
-import shlex
 import shutil
 import tempfile
 import time
@@ -32,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cake.core import config
+from cake.core import _failures, config
 from cake.core.errors import BuildError
 
 __all__ = [
@@ -200,9 +199,14 @@ def publish(
             (root / part).mkdir(parents=True, exist_ok=True)
             if not os.access(root / part, os.W_OK | os.X_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(root / part))
+        before = _failures.stamp(root, name)
         with _lock(root / "locks" / f"{name}.lock", lambda: find(library, key)) as ready:
             if ready is not None:
                 return ready
+            if (
+                _failures.stamp(root, name) != before
+            ):  # of many ranks one shows the error, not each a minute later
+                _failures.repeat(root, name)
             _sweep(root / "tmp")
             return _build(root, name, library, key, files, make)
     except BuildError:
@@ -240,7 +244,7 @@ def _build(
         try:
             meta = make(work)
         except BuildError as error:
-            _keep(root, name, work, error)
+            _failures.keep(root, name, work, error)
             raise
         data = (work / f"{library}.so").read_bytes()
         meta = {
@@ -301,35 +305,6 @@ def _sync(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
-
-
-def _keep(root: Path, name: str, work: Path, error: BuildError) -> None:
-    """Move a failed build's sources to ``failed`` and point the error at them, unless the disk is what
-    failed."""
-    if "No space left on device" in error.output:
-        error.source = None
-        return
-    kept = root / "failed" / name
-    inside = (
-        Path(error.source).relative_to(work)
-        if error.source and Path(error.source).is_relative_to(work)
-        else None
-    )
-    try:
-        kept.parent.mkdir(exist_ok=True)
-        for _attempt in range(2):
-            with contextlib.suppress(OSError):
-                kept.rename(root / "tmp" / f"{name}.old-{uuid.uuid4().hex}")
-            with contextlib.suppress(OSError):
-                work.rename(kept)
-                break
-        else:
-            return
-    finally:
-        for old in (root / "tmp").glob(f"{name}.old-*"):
-            shutil.rmtree(old, ignore_errors=True)
-    error.command = f"cd {shlex.quote(str(kept))} && {error.command}"
-    error.source = str(kept / inside) if inside is not None else str(kept)
 
 
 def _sweep(tmp: Path) -> None:
