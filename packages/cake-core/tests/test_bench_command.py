@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
+from cake.core.bench import precompile
 from cake.core.cli import main
 from cake.core.testing import installed_distribution
 
@@ -17,6 +19,7 @@ SILENT = OpSpec("silent", "cake-timed")
 """
 
 BENCH = """
+import os
 from functools import partial
 
 import torch
@@ -25,6 +28,9 @@ from cake.core.bench import Arm, Bench, Inputs, Shape
 
 
 def inputs(shape, device, seed):
+    if "TIMED_LOG" in os.environ:
+        with open(os.environ["TIMED_LOG"], "a") as log:
+            log.write(f"{os.getpid()} {shape.name}\\n")
     x = torch.randn(shape.tokens, device=device).requires_grad_()
     return Inputs(shape, {"x": x}, (torch.ones(shape.tokens, device=device),))
 
@@ -127,6 +133,27 @@ def test_shapes_run_one_by_one_are_kept_in_one_file(timed):
     assert found["header"]["commit"] == "third"
     assert [head["commit"] for head in found["header"]["earlier"]] == ["first", "second"]
     assert not any("earlier" in head for head in found["header"]["earlier"])
+
+
+def test_compiling_ahead_runs_every_shape_once_in_processes(timed, monkeypatch, capsys):
+    monkeypatch.setenv("PYTHONPATH", str(timed / "site"))
+    monkeypatch.setenv("TIMED_LOG", str(timed / "log"))
+    words = ("--shapes", "tiny,wide", "--vs", "peer", "--passes", "fwd", "--compile-jobs", "2")
+    assert bench(*words, "--out", str(timed / "results.json")) == 0
+    mine = str(os.getpid())
+    processes = {tuple(line.split()) for line in (timed / "log").read_text().splitlines()}
+    others = [shape for process, shape in processes if process != mine]
+    assert sorted(others) == ["tiny", "wide"]
+    assert {shape for process, shape in processes if process == mine} == {"tiny", "wide"}
+    assert json.loads((timed / "results.json").read_text())["notes"] == []
+    assert "wide: compiled ahead" in capsys.readouterr().err
+
+
+def test_compiling_ahead_that_fails_or_hangs_is_noted():
+    (problem,) = precompile("no-such-op", ["tiny"], [], "cpu", jobs=1, timeout=0.0)
+    assert problem == "tiny: compiling ahead took more than 0 s"
+    (problem,) = precompile("no-such-op", ["tiny"], [], "--help-me", jobs=1)
+    assert problem.startswith("tiny: compiling ahead failed: ")
 
 
 def test_arms_that_disagree_make_the_command_fail(timed, capsys):

@@ -16,6 +16,7 @@ from cake.core.bench._model import (
     Shape,
     Work,
 )
+from cake.core.bench._precompile import precompile
 from cake.core.bench._report import document, git_commit, header, table, write_json
 from cake.core.bench._runner import Plan, Results, Runner
 
@@ -39,6 +40,7 @@ __all__ = [
     "git_commit",
     "header",
     "meter",
+    "precompile",
     "table",
     "write_json",
 ]

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,13 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--warmups", type=_count, default=5, help="untimed samples before them (default: 5)")
     parser.add_argument("--profiles", type=_count, default=3, help="profiled runs per pass (default: 3)")
     parser.add_argument("--seed", type=int, default=0, help="of the inputs (default: 0)")
+    parser.add_argument(
+        "--compile-jobs",
+        type=_count,
+        metavar="N",
+        default=0,
+        help="first run every shape once in N processes at a time, for what others compile when first called",
+    )
     parser.add_argument(
         "--time-budget", type=float, metavar="SECONDS", help="begin nothing new after this long"
     )
@@ -89,8 +97,14 @@ def _measure(args: argparse.Namespace, bench: Bench, plan: Plan, device: torch.d
         if args.out is not None:
             write_json(args.out, document(head, results, earlier))
 
-    with _progress(plan.steps) as step:
+    ahead = len(plan.shapes) if args.compile_jobs else 0
+    with _progress(ahead + plan.steps) as step:
+        began = time.monotonic()
+        notes = _compile_ahead(args, plan, device, step) if ahead else []
+        if plan.time_budget is not None:
+            plan = replace(plan, time_budget=plan.time_budget - (time.monotonic() - began))
         runner = Runner(bench, plan, device, meter(device), ceilings=ceilings, on_step=step, on_shape=save)
+        runner.results.notes += notes
         results = runner.run()
     save(results)
     # Wide enough for every column when the output is a file or a log.
@@ -103,6 +117,22 @@ def _measure(args: argparse.Namespace, bench: Bench, plan: Plan, device: torch.d
     if args.out is not None:
         wide.print(f"written: {args.out}", markup=False)
     return 1 if results.failed else 0
+
+
+def _compile_ahead(
+    args: argparse.Namespace, plan: Plan, device: torch.device, step: Callable[[str], None]
+) -> list[str]:
+    from cake.core.bench import precompile
+
+    return precompile(
+        args.op,
+        [shape.name for shape in plan.shapes],
+        [arm.name for arm in plan.arms if arm.peer],
+        str(device),
+        jobs=args.compile_jobs,
+        timeout=plan.time_budget,
+        on_step=step,
+    )
 
 
 @contextmanager
@@ -160,8 +190,6 @@ def _plan(args: argparse.Namespace, bench: Bench, device: torch.device) -> Plan:
 
 
 def _with_modes(arm: Arm, modes: list[str]) -> Arm:
-    from dataclasses import replace
-
     return replace(arm, modes=tuple(mode for mode in arm.modes if str(mode) in modes))
 
 
