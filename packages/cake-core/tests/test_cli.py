@@ -146,7 +146,8 @@ def test_ops_lists_what_is_installed(
     assert cli.main(["ops"]) == 0
     text = capsys.readouterr().out
     spec = registry.op_spec(op.name)
-    (line,) = (line for line in text.splitlines() if line.split()[0] == op.name)
+    (line,) = (line for line in text.splitlines() if line.split()[:1] == [op.name])
+    assert f"{op.name}: {spec.summary}" in text
     assert version(spec.distribution) in line
     assert "det, fast" in line
     assert f"--{op.option.replace('_', '-')} cake" in line

@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         console.print("No op is installed. To get one: pip install cake-gdn", markup=False)
         return 0
     table = Table(box=None, pad_edge=False)
-    for heading in ("op", "version", "variants", "selected by", "architectures", "kernels", "what it is"):
+    for heading in ("op", "version", "variants", "archs", "kernels", "selected by"):
         table.add_column(heading, overflow="fold")
     for row in found:
         kernels = row["kernels"]
@@ -69,12 +69,14 @@ def run(args: argparse.Namespace) -> int:
             row["op"],
             row["version"] or "?",
             ", ".join(row["variants"]),
-            row["selected_by"] or "configure()",
             ", ".join(row["archs"]) or "-",
             kernels.removeprefix("sha256:")[:12] if kernels else "-",
-            row["summary"],
+            row["selected_by"] or "configure()",
         )
     console.print(table)
+    console.print()
+    for row in found:
+        console.print(f"{row['op']}: {row['summary'] or 'no description'}", markup=False)
     for name, error in broken.items():
         console.print(f"{name}: its declaration can't be used: {type(error).__name__}: {error}", markup=False)
     return 1 if broken else 0
