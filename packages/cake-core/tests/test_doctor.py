@@ -224,12 +224,14 @@ def test_a_malformed_variable_and_a_broken_op_stop_a_run(
 ) -> None:
     monkeypatch.setenv("CAKE_JOBS", "many")
     monkeypatch.setenv("CAKE_FLA", "1")
+    monkeypatch.setenv("CAKE_CUDA_ARCH_LIST", "9.0a;hopper")
     files = {"cake_bad.py": "raise RuntimeError('no luck')"}
     bad = installed_distribution(tmp_path, "cake-bad", ops={"bad": "cake_bad:SPEC"}, files=files)
     with bad, machine(monkeypatch, driver=NONE):
         texts = stops()
     assert any("CAKE_JOBS" in text and "'many'" in text for text in texts)
     assert any("'bad' is installed and can't be used: RuntimeError: no luck" in text for text in texts)
+    assert any("cuda_arch_list (environment CAKE_CUDA_ARCH_LIST)" in t and "'hopper'" in t for t in texts)
     assert any("fla is on (environment CAKE_FLA)" in text for text in texts)
 
 

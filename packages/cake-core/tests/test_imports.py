@@ -114,6 +114,11 @@ def test_the_start_takes_less_than_three_tenths_of_a_second(words: list[str]) ->
     assert seconds(*words) < 0.3
 
 
+def test_importing_gdn_takes_less_than_three_tenths_of_a_second() -> None:
+    pytest.importorskip("cake.gdn", reason="cake-gdn is not installed")
+    assert seconds("-c", "import cake.core, cake.gdn") < 0.3
+
+
 def test_every_public_name_is_there_and_listed() -> None:
     assert len(set(cake.core.__all__)) == len(cake.core.__all__)
     for name in cake.core.__all__:

@@ -37,6 +37,12 @@ def test_an_unknown_level_is_a_warning_and_no_failure() -> None:
     assert err.endswith("two\n")
 
 
+def test_a_request_that_this_version_cannot_serve_is_a_warning_when_it_is_imported() -> None:
+    assert "CAKE_FLA is set" in run("import cake.core", CAKE_FLA="1")[1]
+    assert run("import cake.core", CAKE_FLA="0") == ("", "")
+    assert "CAKE_FLA" in run("import cake.core", CAKE_FLA="maybe")[1]
+
+
 def test_configure_wins_over_the_environment() -> None:
     code = SAY.replace("log.info", "cake.core.configure(cake_log='info'); log.info")
     _, err = run(code, CAKE_LOG="error")

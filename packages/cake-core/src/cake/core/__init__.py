@@ -104,7 +104,7 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-if os.environ.get("CAKE_LOG", "").strip():
-    from ._logging import set_level_from_environment
+if os.environ.get("CAKE_LOG", "").strip() or os.environ.get("CAKE_FLA", "").strip():
+    from ._logging import apply_environment
 
-    set_level_from_environment()
+    apply_environment()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 
-__all__ = ["set_level", "set_level_from_environment"]
+__all__ = ["apply_environment", "set_level"]
 
 _logger = logging.getLogger("cake")
 
@@ -42,15 +42,21 @@ def set_level(level: str | None) -> None:
     _logger.setLevel(level.upper())
 
 
-def set_level_from_environment() -> None:
-    """Apply CAKE_LOG. A malformed value is reported as a warning: importing cake never fails for it."""
+def apply_environment() -> None:
+    """Apply CAKE_LOG, and say so where CAKE_FLA asks for what this version doesn't have.
+
+    A malformed value is a warning here and an error of ``configure``: importing cake never fails for it.
+    """
     from .errors import ConfigError
     from .settings import DEFAULT, resolve
 
-    try:
-        found = resolve("log", {})
-    except ConfigError as error:
-        _logger.warning("%s", error)
-        return
-    if found.source != DEFAULT:
-        set_level(found.value)
+    for name in ("log", "fla"):
+        try:
+            found = resolve(name, {})
+        except ConfigError as error:
+            _logger.warning("%s", error)
+            continue
+        if name == "log" and found.source != DEFAULT:
+            set_level(found.value)
+        if name == "fla" and found.value:
+            _logger.warning("CAKE_FLA is set and this version can't register ops with flash-linear-attention")

@@ -199,6 +199,15 @@ def _effective(name: str) -> str:
     return "unset"
 
 
+def _arch_list(report: Report, row: config.Row) -> None:
+    from .toolchain import parse_arch_list
+
+    try:
+        parse_arch_list(row.value)
+    except ValueError as error:
+        report.stop(f"cuda_arch_list ({row.source}): {error}")
+
+
 def _settings(report: Report) -> None:
     rows = report.sections.setdefault("Configuration", [])
     rows.append(("configured", "yes" if config.configured() else "no: every op runs det"))
@@ -210,6 +219,8 @@ def _settings(report: Report) -> None:
             # A setting of core is in everyone's way; an op's variant only in an unconfigured caller's.
             report.findings.append(Finding(row.name in SETTINGS, row.error))
             continue
+        if row.name == "cuda_arch_list" and row.value is not None:
+            _arch_list(report, row)
         text = _effective(row.name) if row.value is None else str(row.value)
         rows.append((row.name, f"{text} ({row.source})"))
         if row.name == "fla" and row.value:
