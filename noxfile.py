@@ -68,12 +68,12 @@ def shared_python(session: nox.Session, *more: str, extras: str = "") -> str:
     return str(python)
 
 
-def run(session: nox.Session, python: str, *command: str, **env: str) -> None:
+def run(session: nox.Session, python: str, *command: str, log: bool = True, **env: str) -> None:
     """Run `python command…` of the shared environment, its scripts first on PATH, two threads at most."""
     path = os.pathsep.join([str(Path(python).parent), os.environ.get("PATH", "")])
     threads = os.environ.get("OMP_NUM_THREADS", "1" if "-n" in command else str(min(os.cpu_count() or 1, 8)))
     full = {"PATH": path, "OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1", **env}
-    session.run(python, *command, env=full, external=True)
+    session.run(python, *command, env=full, external=True, log=log)
 
 
 def workers() -> str:
@@ -127,13 +127,14 @@ def kernels(session: nox.Session) -> None:
     cache = ROOT / ".nox" / "kernels"
     shutil.rmtree(cache, ignore_errors=True)  # so that everything is compiled, each time
     here = {"CAKE_CACHE_DIR": str(cache)}
-    brought = not session.run(python, "-c", FIND_NVCC, external=True, silent=True).strip()
+    brought = not session.run(python, "-c", FIND_NVCC, external=True, silent=True, log=False).strip()
     if brought:
         session.log("no nvcc here: installing NVIDIA's compiler from PyPI (the extra nvcc)")
         python = shared_python(session, *TESTING, extras="[nvcc]")
     run(session, python, "-m", "cake.core", "prebuild", "--arch", "sm_90a", **here)
     shared = sorted(str(path.parent) for path in (ROOT / "kernels").rglob("build.json"))
-    run(session, python, "-c", COMPILE, *shared, **here)
+    session.log(f"compiling the test kernels of {', '.join(shared)}")
+    run(session, python, "-c", COMPILE, *shared, log=False, **here)
     if brought:  # otherwise `tests` has run them
         run(session, python, "-m", "pytest", "-m", "nvcc and not gpu", "packages", "kernels", **here)
 
