@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from cake.core.errors import ConfigError
-from cake.core.testing import permuted_view
 from cake.gdn import _stages, chunk_gated_delta_rule
 
 
