@@ -17,7 +17,7 @@ import pytest
 from cake.core import build, cache, loader, toolchain
 from cake.core.errors import BuildError, NoBuildError, ToolchainError
 from cake.core.spec import KernelPackage, OpSpec
-from cake.core.testing.toolchain import FakeToolkit, write_package
+from cake.core.testing.toolchain import FakeToolkit, raises_soon, write_package
 
 ARCH = "sm_90a"
 
@@ -237,15 +237,11 @@ def test_too_old_nvcc_and_no_host_compiler_are_told_before_anything_is_written(
     kit, package, monkeypatch, tmp_path
 ):
     kit.plan(version="12.0.140")
-    begin = time.monotonic()
-    with pytest.raises(ToolchainError, match=r"sm_90a needs CUDA 12\.3 or newer"):
-        ensure(package)
+    raises_soon(ToolchainError, lambda: ensure(package), match=r"sm_90a needs CUDA 12\.3 or newer")
     kit.plan(version="13.0.88")
     (tmp_path / "nothing").mkdir()
     monkeypatch.setenv("PATH", f"{tmp_path / 'nothing'}")
-    with pytest.raises(ToolchainError, match=r"g\+\+"):
-        ensure(package)
-    assert time.monotonic() - begin < 1
+    raises_soon(ToolchainError, lambda: ensure(package), match=r"g\+\+")
     assert not cache.folder().exists()
     assert kit.compiles == []
 
@@ -266,11 +262,7 @@ def test_a_driver_older_than_the_compiler_is_told_before_the_compile(kit, packag
 def test_without_nvcc_one_error_names_everything(package, monkeypatch, tmp_path):
     no_toolkit(monkeypatch, tmp_path)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    begin = time.monotonic()
-    with pytest.raises(ToolchainError) as caught:
-        ensure(package)
-    assert time.monotonic() - begin < 1
-    text = str(caught.value)
+    text = str(raises_soon(ToolchainError, lambda: ensure(package)))
     for part in (
         "tiny for sm_90a",
         str(cache.folder()),

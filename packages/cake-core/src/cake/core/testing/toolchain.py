@@ -17,12 +17,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-__all__ = ["FakeToolkit", "write_package"]
+__all__ = ["FakeToolkit", "raises_soon", "write_package"]
 
 _NVCC = r"""
 import hashlib, json, os, pathlib, sys, time
@@ -137,6 +139,21 @@ def _library() -> bytes:
         command = [compiler, "-shared", "-fPIC", f"-I{include}", "-o", str(library), str(source)]
         subprocess.run(command, check=True, env={**os.environ, "PATH": path})
         return library.read_bytes()
+
+
+def raises_soon(
+    kind: type[Exception], action: Callable[[], object], *, match: str | None = None, seconds: float = 1.0
+) -> Exception:
+    """The error that ``action`` raises, within ``seconds``: on a busy machine the best of three tries."""
+    took = []
+    for _ in range(3):
+        begin = time.monotonic()
+        with pytest.raises(kind, match=match) as caught:
+            action()
+        took.append(time.monotonic() - begin)
+        if took[-1] < seconds:
+            return caught.value
+    raise AssertionError(f"{kind.__name__} came after {took} s, each time later than {seconds} s")
 
 
 def write_package(
