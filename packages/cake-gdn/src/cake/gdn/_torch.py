@@ -40,7 +40,7 @@ def prep(
     t = workspace.take("gdn", "t", (v_heads, total, CHUNK), BF16, q.device)
     keys, beta_rows = k.reshape(total, heads, -1), beta.reshape(total, v_heads)
     step = (g.float().clamp_min(MIN_LOG_DECAY) * LOG2E).reshape(total, v_heads)
-    unit = torch.eye(CHUNK, device=q.device)
+    unit = torch.eye(CHUNK, dtype=torch.float32, device=q.device)
     for tile in _blocks(seqs, v_heads, q.device):
         here = slice(tile.first, tile.first + tile.tokens.numel())
         # A padded step of 0 repeats the last b.

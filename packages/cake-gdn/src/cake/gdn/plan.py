@@ -108,7 +108,7 @@ class Sequences:
         return self.boundaries
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=16)
 def batched(batch: int, tokens: int) -> Sequences:
     """Sequences of a batch: `batch` rows of `tokens` tokens each."""
     per_row = -(-tokens // CHUNK)
@@ -144,7 +144,7 @@ def packed(boundaries: Sequence[int], tokens: int, *, name: str = "boundaries") 
     return _packed(bounds)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=16)
 def _packed(bounds: tuple[int, ...]) -> Sequences:
     lengths = [end - start for start, end in pairwise(bounds)]
     chunks = sum(-(-length // CHUNK) for length in lengths)
