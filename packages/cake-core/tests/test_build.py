@@ -262,7 +262,10 @@ REMARK = (
     "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to "
     "non wgmma instructions defining accumulator registers of a wgmma in function '_Z10scan_state5Param'\n"
 )
-IGNORED = "ptxas info    : (C7508) setmaxnreg ignored to maintain minimum register requirements.\n"
+IGNORED = (
+    "ptxas info    : (C7507) Potential Performance Loss: 'setmaxnreg' ignored to maintain minimum register "
+    "requirements.\n"
+)
 
 
 def test_ptxas_report():
@@ -292,15 +295,16 @@ def test_ptxas_report():
     ("log", "kind", "allow"),
     [
         (SPILL, "spills", {"spills": ("scan_state",)}),
-        (LOG + REMARK, "C7510", {"C7510": ("scan_state",)}),
-        (LOG + REMARK, "C7510", {"serialized": ("scan_state",)}),
-        (LOG + IGNORED, "C7508", {"C7508": ("prep",)}),
+        (REMARK + LOG, "C7510", {"C7510": ("scan_state",)}),
+        (REMARK + LOG, "C7510", {"serialized": ("scan_state",)}),
+        (IGNORED + LOG, "C7507", {"C7507": ("*",)}),
     ],
 )
 def test_spills_and_remarks_are_complaints_unless_allowed_by_name(log, kind, allow):
     _, remarks = ptxas.parse(log)
     assert [remark[0] for remark in remarks] == [kind]
     (complaint,) = ptxas.complaints(remarks, {})
-    assert "5Param" in complaint
+    assert "ptxas" not in complaint
+    assert ("_Z10scan_state5Param" in complaint) == (kind != "C7507")
     assert ptxas.complaints(remarks, allow) == []
     assert ptxas.complaints(remarks, dict.fromkeys(allow, ("another_kernel",))) == [complaint]

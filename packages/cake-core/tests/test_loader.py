@@ -223,7 +223,7 @@ def test_a_compiler_that_leaves_nothing(kit, package, tmp_path):
 )
 def test_spills_and_serialized_wgmma_fail_the_build_unless_allowed(kit, tmp_path, output):
     kit.plan(output=output)
-    with pytest.raises(BuildError, match=r"compiled, but not as it must.*_Z3runv") as caught:
+    with pytest.raises(BuildError, match=r"(?s)compiled, but not as it must.*_Z3runv") as caught:
         ensure(write_package(tmp_path / "op"))
     assert caught.value.output == output + "\n"
     assert cache.entries() == []

@@ -84,7 +84,7 @@ def compile_record(
         _forget(work, record)
         raise BuildError(
             f"{record.library} for {record.arch} compiled, but not as it must (a record's 'allow' can accept "
-            f"it by kind and kernel): {'; '.join(bad)}",
+            "it by kind and kernel):\n  " + "\n  ".join(bad),
             command=shown,
             output=output,
             source=str(first),

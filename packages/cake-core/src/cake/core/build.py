@@ -89,7 +89,7 @@ class Record:
         flags: flags of this record, after the common ones.
         functions: what the library exports; checked when it is loaded.
         allow: kind of compiler remark ("spills", "serialized" or a code like "C7519") -> kernel names that
-            may have it.
+            may have it ("*": any).
     """
 
     library: str

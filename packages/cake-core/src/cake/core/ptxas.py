@@ -38,7 +38,8 @@ def parse(output: str) -> tuple[list[KernelReport], list[tuple[str, str, str]]]:
     """The kernels of an ``-Xptxas -v`` log, and its remarks as (kind, function, line).
 
     A kind is a code like "C7510" for ptxas's remarks on wgmma and setmaxnreg, "serialized" for one without a
-    code, or "spills". ``function`` is the mangled name, empty where the line names none.
+    code, or "spills". ``function`` is the mangled name, empty where the line names none (ptxas prints its
+    remarks before it says what it compiles, so their place says nothing).
     """
     kernels: dict[str, KernelReport] = {}
     remarks: list[tuple[str, str, str]] = []
@@ -62,23 +63,24 @@ def parse(output: str) -> tuple[list[KernelReport], list[tuple[str, str, str]]]:
                 kernels[entry].smem = int(smem.group(1))
         elif (code := _CODE.search(line)) or ("wgmma" in line and "serialized" in line):
             where = _IN_FUNCTION.search(line)
-            remarks.append(
-                (code.group(1) if code else "serialized", where.group(1) if where else entry, line.strip())
-            )
+            kind = code.group(1) if code else "serialized"
+            text = line.partition(" : ")[2].strip() or line.strip()
+            remarks.append((kind, where.group(1) if where else "", text))
     return list(kernels.values()), remarks
 
 
 def complaints(remarks: list[tuple[str, str, str]], allow: Mapping[str, tuple[str, ...]]) -> list[str]:
     """The remarks that no ``allow`` entry of the record covers, one sentence each.
 
-    An entry covers a remark of its kind where one of its names is part of the function's mangled name;
-    "serialized" covers every coded remark that says so, too.
+    An entry covers a remark of its kind where one of its names is part of the function's mangled name, and
+    "*" covers all of the kind, those that name no function too; "serialized" covers every coded remark that
+    says so.
     """
     found = []
     for kind, function, line in remarks:
         names = allow.get(kind, ())
         if "serialized" in line:
             names = (*names, *allow.get("serialized", ()))
-        if not any(name in function for name in names):
-            found.append(f"{function or 'a kernel'}: {line}")
-    return found
+        if not any(name == "*" or name in function for name in names):
+            found.append(line if not function or function in line else f"{function}: {line}")
+    return list(dict.fromkeys(found))
