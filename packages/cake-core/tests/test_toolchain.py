@@ -159,16 +159,25 @@ def test_a_replaced_nvcc_is_asked_again(monkeypatch, tmp_path):
     assert toolchain.find_nvcc().version == "13.0.188"
 
 
-def test_wheels_are_found_below_the_namespace_package(monkeypatch, tmp_path):
-    monkeypatch.undo()
-    for name in ("cu9", "cu13", "cu12"):
+def test_wheels_are_found_below_the_namespace_package(tmp_path):
+    kit = FakeToolkit(tmp_path / "site" / "nvidia" / "cu99")
+    for name in ("cu9", "cu98", "cuda_nvcc"):
         executable(tmp_path / "site" / "nvidia" / name / "bin" / "nvcc")
-    monkeypatch.setattr(
-        toolchain.importlib.util,
-        "find_spec",
-        lambda name: type("Spec", (), {"submodule_search_locations": [str(tmp_path / "site" / name)]}),
+    (tmp_path / "site" / "nvidia" / "cublas").mkdir()
+    code = (
+        "from cake.core import toolchain; n = toolchain.find_nvcc(); print(n.path, n.how, n.notes, sep='\\n')"
     )
-    assert [nvcc.parent.parent.name for nvcc in toolchain._wheel_nvccs()] == ["cu13", "cu12", "cu9"]
+    path = os.pathsep.join([str(tmp_path / "site"), *filter(None, sys.path)])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"PYTHONPATH": path, "PATH": str(tmp_path / "empty")},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found, how, notes = done.stdout.splitlines()
+    assert (found, how) == (str(kit.nvcc), "wheel")
+    assert "PATH has no nvcc" in notes
 
 
 @pytest.mark.parametrize(
