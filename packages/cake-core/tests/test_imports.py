@@ -100,7 +100,7 @@ def test_the_hooks_and_the_list_of_ops_load_no_torch(tmp_path: Path, toy_folder:
 def seconds(*words: str) -> float:
     """The processor time of Python with ``words``, the least of five runs.
 
-    A start waits for nothing, so on an idle machine this is the time that passes; a busy one doesn't stretch it.
+    A start waits for nothing, so on an idle machine this is the time that passes.
     """
     best = float("inf")
     for _ in range(5):
