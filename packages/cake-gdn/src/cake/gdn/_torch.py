@@ -26,8 +26,8 @@ MIN_LOG_DECAY = -88.0
 NORM_EPS = 1e-6
 # Below it a token writes nothing that fp32 could see beside any other.
 LEAST_BETA = 2.0**-60
-# Chunks times heads worked on at once: 64 x 128 fp32 values each, 8 MiB per operand.
-TILE = 256
+# Chunks times heads worked on at once, 64 x 128 fp32 values each: what a core's cache holds, or fills a GPU.
+TILE = {"cpu": 32, "cuda": 4096}
 
 
 def prep(
@@ -346,13 +346,13 @@ class _Group:
 
 def _groups(seqs: Sequences, heads: int, device: torch.device) -> Iterator[_Group]:
     order = sorted(range(seqs.n), key=lambda s: -seqs.chunk_counts[s])
-    size = max(1, TILE // heads)
+    size = max(1, TILE[device.type] // heads)
     for first in range(0, len(order), size):
         yield _Group(seqs, order[first : first + size], device)
 
 
 def _blocks(seqs: Sequences, heads: int, device: torch.device) -> Iterator[_Tile]:
-    size = max(1, TILE // heads)
+    size = max(1, TILE[device.type] // heads)
     for first in range(0, len(seqs.chunks), size):
         block = seqs.chunks[first : first + size]
         start = torch.tensor([x[2] for x in block], device=device)
