@@ -13,7 +13,7 @@ from torch import Tensor
 
 VOCABULARY = 256
 BORDER = 0  # a byte that no source file holds: it starts every document and is what follows its last byte
-SKIP = {"__pycache__", "dist-packages", "encodings", "idlelib", "site-packages", "test", "tests"}
+SKIP = {"__pycache__", "dist-packages", "site-packages"}
 
 
 @dataclass(frozen=True)

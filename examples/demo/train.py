@@ -59,7 +59,7 @@ class Plan:
 SMOKE = Plan(Size(64, 4, heads=1, value_heads=1, attention_heads=1), 512, 6, 2e-3, repeat=2, sample=16)
 CPU = Plan(Size(192, 4, heads=1, value_heads=2, attention_heads=3), 3072, 160, 3e-3, repeat=3, sample=400)
 GPU = Plan(
-    Size(1024, 12, heads=4, value_heads=8, attention_heads=16), 65536, 600, 1e-3, repeat=10, sample=1200
+    Size(1024, 12, heads=4, value_heads=8, attention_heads=16), 32768, 800, 6e-4, repeat=9, sample=1200
 )
 
 
