@@ -150,6 +150,14 @@ class TestStreams:
             torch.cuda.synchronize()
             assert_same_bits(got, expected)
 
+    @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+    def test_another_gpu(self, make, call, assert_same_bits, device):
+        # The current device stays the first one; the same architecture gives the same bits.
+        case = make((130, 65), heads=(2, 4))
+        there = case.map(lambda x: x.to("cuda:1"))
+        assert_same_bits(call(there), call(case))
+        assert torch.cuda.current_device() == 0
+
     def test_under_load(self, make, call, assert_same_bits, device):
         case = make((4096,), heads=(4, 12))
         expected = call(case)

@@ -139,7 +139,7 @@ class _GatedDeltaRule(torch.autograd.Function):
             do = v.new_zeros(v.shape) if do is None else _loadable(do)
             dht = None if dht is None else dht.contiguous()
             stages = _stages.stages(call.route.backend)
-            with _no_autocast(made.device):
+            with _running_on(made.device):
                 if call.route.recompute_state:
                     prep, states = _walk_again(stages, q, k, v, beta, tape[0], tape[1], made, seqs, call)
                 else:
@@ -172,7 +172,7 @@ def _forward(
             final_state = initial_state.clone(memory_format=torch.contiguous_format)
         return v.new_empty(v.shape), final_state, None, None
     stages = _stages.stages(call.route.backend)
-    with _no_autocast(v.device):
+    with _running_on(v.device):
         prep = stages.prep(q, k, g.float(), beta, call.seqs, l2norm=call.l2norm)
         o, final_state, states = stages.scan(
             q,
@@ -299,8 +299,15 @@ def _expect(
         )
 
 
-def _no_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """The stages choose their own precisions: an autocast region around the call doesn't reach into them."""
-    if torch.is_autocast_enabled(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return contextlib.nullcontext()
+def _running_on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Around the stages: their own precisions, whatever autocast region the call is in, on the tensors' GPU."""
+    autocast = torch.is_autocast_enabled(device.type)
+    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
+    if not autocast and not elsewhere:
+        return contextlib.nullcontext()
+    stack = contextlib.ExitStack()
+    if autocast:
+        stack.enter_context(torch.autocast(device.type, enabled=False))
+    if elsewhere:
+        stack.enter_context(torch.cuda.device(device))
+    return stack
