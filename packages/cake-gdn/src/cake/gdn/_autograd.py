@@ -300,7 +300,7 @@ def _expect(
 
 
 def _running_on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Around the stages: precisions of their own whatever autocast region they are in, on the tensors' GPU."""
+    """Around the stages: their own precisions in any autocast region, and the tensors' GPU as current one."""
     autocast = torch.is_autocast_enabled(device.type)
     elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
     if not autocast and not elsewhere:
