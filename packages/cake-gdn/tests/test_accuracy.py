@@ -30,6 +30,29 @@ def test_every_length_up_to_130_in_one_pack(make, call, assert_accurate):
     assert_accurate(case, call(case))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+@pytest.mark.parametrize("state", [True, False], ids=["state", "no-state"])
+@pytest.mark.parametrize("first", range(1, 131, 10))
+def test_every_length_up_to_130_alone(make, call, assert_accurate, first, state):
+    for tokens in range(first, first + 10):
+        case = make((tokens,), heads=(2, 8), state=state, seed=tokens)
+        with poisoned_empty():
+            got = call(case)
+        assert_accurate(case, got)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+@pytest.mark.parametrize(
+    "heads", [(1, 1), (2, 8), (4, 12), (16, 16), (16, 32), (16, 48), (16, 64), (32, 32), (48, 48)], ids=str
+)
+@pytest.mark.parametrize("gate", ["ordinary", "model"])
+def test_heads_of_models(make, call, assert_accurate, heads, gate):
+    case = make((130, 64, 1, 300), heads=heads, gate=gate, beta_dtype=torch.bfloat16)
+    assert_accurate(case, call(case))
+
+
 @pytest.mark.parametrize(
     "lengths",
     [(640, 143), (128, 640), (1, 126), (63, 2), (3, 1, 2, 64, 65, 200), (64, 64), (1,) * 20, (257, 1, 31)],
