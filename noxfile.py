@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -39,6 +40,9 @@ for folder in sys.argv[1:]:
         print("compiled", record.library)
 """
 BUILDING = ["build>=1.2", "hatchling>=1.27", "virtualenv>=20.26"]
+
+# A background job of a shell starts with the signal ignored, and its children inherit that; some tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 nox.needs_version = ">=2024.4.15"
 nox.options.sessions = ["lint", "types", "tests", "kernels", "wheels"]
@@ -72,7 +76,7 @@ def run(session: nox.Session, python: str, *command: str, log: bool = True, **en
     """Run `python command…` of the shared environment, its scripts first on PATH, two threads at most."""
     path = os.pathsep.join([str(Path(python).parent), os.environ.get("PATH", "")])
     threads = os.environ.get("OMP_NUM_THREADS", "1" if "-n" in command else str(min(os.cpu_count() or 1, 8)))
-    full = {"PATH": path, "OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1", **env}
+    full = {"PATH": path, "OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1", "FORCE_COLOR": None, **env}
     session.run(python, *command, env=full, external=True, log=log)
 
 
