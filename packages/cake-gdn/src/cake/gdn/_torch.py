@@ -11,13 +11,13 @@ beta, q, k, v and dO of 0, so that padded rows add nothing anywhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import reduce
 
 import torch
 
 from cake.core import workspace
 from cake.gdn._stages import Prep
+from cake.gdn._tiles import blocks, groups
 from cake.gdn.plan import CHUNK, Sequences
 
 BF16 = torch.bfloat16
@@ -26,8 +26,6 @@ MIN_LOG_DECAY = -88.0
 NORM_EPS = 1e-6
 # Below it a token writes nothing that fp32 could see beside any other.
 LEAST_BETA = 2.0**-60
-# Chunks times heads worked on at once, 64 x 128 fp32 values each: what a core's cache holds, or fills a GPU.
-TILE = {"cpu": 32, "cuda": 4096}
 
 
 def prep(
@@ -41,7 +39,7 @@ def prep(
     keys, beta_rows = k.reshape(total, heads, -1), beta.reshape(total, v_heads)
     step = (g.float().clamp_min(MIN_LOG_DECAY) * LOG2E).reshape(total, v_heads)
     unit = torch.eye(CHUNK, dtype=torch.float32, device=q.device)
-    for tile in _blocks(seqs, v_heads, q.device):
+    for tile in blocks(seqs, v_heads, q.device):
         here = slice(tile.first, tile.first + tile.tokens.numel())
         # A padded step of 0 repeats the last b.
         decay = tile.vectors(step).cumsum(-1)
@@ -84,7 +82,7 @@ def scan(
         states = workspace.take("gdn", "states", (seqs.slots(edge), v_heads, v_dim, dim), BF16, v.device)
     queries, keys = q.reshape(total, heads, dim), k.reshape(total, heads, dim)
     values, beta_rows = v.reshape(total, v_heads, v_dim), beta.reshape(total, v_heads)
-    for group in _groups(seqs, v_heads, q.device):
+    for group in groups(seqs, v_heads, q.device):
         if initial_state is None:
             state = q.new_zeros((len(group.members), v_heads, dim, v_dim), dtype=torch.float32)
         else:
@@ -139,7 +137,7 @@ def adj(
     dh0 = q.new_empty((seqs.n, v_heads, dim, v_dim), dtype=torch.float32) if need_dh0 else None
     queries, keys = q.reshape(total, heads, dim), k.reshape(total, heads, dim)
     grads, beta_rows = do.reshape(total, v_heads, v_dim), beta.reshape(total, v_heads)
-    for group in _groups(seqs, v_heads, q.device):
+    for group in groups(seqs, v_heads, q.device):
         if dht is None:
             state = q.new_zeros((len(group.members), v_heads, dim, v_dim), dtype=torch.float32)
         else:
@@ -206,7 +204,7 @@ def out(
     queries, keys = q.reshape(total, heads, dim), k.reshape(total, heads, dim)
     values, grads = v.reshape(total, v_heads, v_dim), do.reshape(total, v_heads, v_dim)
     adjoints, beta_rows = y.reshape(total, v_heads, v_dim), beta.reshape(total, v_heads)
-    for tile in _blocks(seqs, v_heads, q.device):
+    for tile in blocks(seqs, v_heads, q.device):
         decay = tile.heads_of(prep.b)
         grow, fade, last = _decays(decay)
         mask = _decay_mask(decay, strict=False)
@@ -247,117 +245,6 @@ def out(
         tile.store(dq.view(total, heads, dim), d_query)
         tile.store(dk.view(total, heads, dim), d_key)
     return dq, dk, dv, dbeta, dg
-
-
-class _Tile:
-    """Chunks that are worked on at once, gathered from flat tokens into padded rows and stored back."""
-
-    def __init__(
-        self, start: torch.Tensor, rows: torch.Tensor, full: bool, slots: tuple[int, int] | None = None
-    ):
-        """start, rows: int64 [count], first flat token and tokens of each chunk; full: every chunk has 64."""
-        local = torch.arange(CHUNK, device=start.device)
-        self.count = start.shape[0]
-        self.index = start[:, None] + torch.minimum(local, rows[:, None] - 1)
-        self.pad = None if full else local >= rows[:, None]
-        self.tokens = self.unpad(self.index.flatten(), 0)
-        self.chunk_range = slots
-
-    @property
-    def first(self) -> int:
-        """First flat token of a tile of consecutive chunks."""
-        return int(self.index[0, 0])
-
-    def rows(self, x: torch.Tensor) -> torch.Tensor:
-        """[total, h, d] -> fp32 [count, h, 64, d], padded with 0."""
-        x = x[self.index].float().transpose(1, 2)
-        return x.contiguous() if self.pad is None else x.masked_fill(self.pad[:, None, :, None], 0)
-
-    def vectors(self, x: torch.Tensor) -> torch.Tensor:
-        """[total, h] -> fp32 [count, h, 64], padded with 0."""
-        x = x[self.index].float().transpose(1, 2)
-        return x.contiguous() if self.pad is None else x.masked_fill(self.pad[:, None, :], 0)
-
-    def heads_of(self, x: torch.Tensor) -> torch.Tensor:
-        """fp32 [h, total] -> [count, h, 64], padded with the last value of the chunk."""
-        return x[:, self.index].transpose(0, 1)
-
-    def inverse(self, t: torch.Tensor) -> torch.Tensor:
-        """bf16 [h, total, 64] -> fp32 [count, h, 64, 64], padded with 0."""
-        x = t[:, self.index].float().transpose(0, 1)
-        return x if self.pad is None else x.masked_fill(self.pad[:, None, :, None], 0)
-
-    def states(self, tape: torch.Tensor, seqs: Sequences, edge: bool, *, after: bool) -> torch.Tensor:
-        """The tape's states of consecutive chunks, fp32 [count, h, V, K]; 0 where a state has no slot."""
-        assert self.chunk_range is not None
-        find = seqs.adjoint_slot if after else seqs.state_slot
-        slots = [find(s, c, with_edge=edge) for s, c, _, _ in seqs.chunks[slice(*self.chunk_range)]]
-        x = tape.new_zeros((self.count, *tape.shape[1:]), dtype=torch.float32)
-        here = [i for i, slot in enumerate(slots) if slot is not None]
-        if here:
-            x[here] = tape[[slot for slot in slots if slot is not None]].float()
-        return x
-
-    def unpad(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """Drops the padded rows of a dimension that runs over chunks and rows."""
-        return x if self.pad is None else x.index_select(dim, (~self.pad).flatten().nonzero().squeeze(1))
-
-    def store(self, x: torch.Tensor, rows: torch.Tensor) -> None:
-        """Writes [count, h, 64, ...] to the tile's tokens of x [total, h, ...]."""
-        x[self.tokens] = self.unpad(rows.transpose(1, 2).flatten(0, 1), 0).to(x.dtype)
-
-
-class _Group:
-    """Sequences that are walked together, longest first: those that still have a chunk c are a prefix."""
-
-    def __init__(self, seqs: Sequences, members: list[int], device: torch.device):
-        bounds, lengths = seqs._host(), seqs.lengths
-        self.members = members
-        self.counts = [seqs.chunk_counts[s] for s in members]
-        self._full = [lengths[s] // CHUNK for s in members]
-        self.ids = torch.tensor(members, device=device)
-        self._start = torch.tensor([bounds[s] for s in members], device=device)
-        self._length = torch.tensor([lengths[s] for s in members], device=device)
-        base = [seqs.chunk_base[s] for s in members]
-        self._edge_base = torch.tensor(base, device=device)
-        self._inner_base = torch.tensor(
-            [b - seqs.nonempty_before[s] for b, s in zip(base, members, strict=True)], device=device
-        )
-
-    def active(self, chunk: int) -> int:
-        """Number of sequences that have chunk `chunk`."""
-        return sum(count > chunk for count in self.counts)
-
-    def steps(self, reverse: bool = False) -> Iterator[tuple[int, _Tile]]:
-        """(c, tile of the c-th chunks of the sequences that have one)."""
-        order = range(max(self.counts, default=0))
-        for chunk in reversed(order) if reverse else order:
-            count = self.active(chunk)
-            rows = (self._length[:count] - chunk * CHUNK).clamp_max(CHUNK)
-            full = all(whole > chunk for whole in self._full[:count])
-            yield chunk, _Tile(self._start[:count] + chunk * CHUNK, rows, full)
-
-    def slots(self, chunk: int, count: int, edge: bool, *, after: bool) -> torch.Tensor:
-        """Tape slots of the states before (after) the `chunk`-th chunks of the first `count` sequences."""
-        if edge:
-            return self._edge_base[:count] + chunk
-        return self._inner_base[:count] + (chunk if after else chunk - 1)
-
-
-def _groups(seqs: Sequences, heads: int, device: torch.device) -> Iterator[_Group]:
-    order = sorted(range(seqs.n), key=lambda s: -seqs.chunk_counts[s])
-    size = max(1, TILE[device.type] // heads)
-    for first in range(0, len(order), size):
-        yield _Group(seqs, order[first : first + size], device)
-
-
-def _blocks(seqs: Sequences, heads: int, device: torch.device) -> Iterator[_Tile]:
-    size = max(1, TILE[device.type] // heads)
-    for first in range(0, len(seqs.chunks), size):
-        block = seqs.chunks[first : first + size]
-        start = torch.tensor([x[2] for x in block], device=device)
-        rows = torch.tensor([x[3] for x in block], device=device)
-        yield _Tile(start, rows, all(x[3] == CHUNK for x in block), (first, first + len(block)))
 
 
 def _inverse_norm(x: torch.Tensor, total: int, l2norm: bool) -> torch.Tensor:

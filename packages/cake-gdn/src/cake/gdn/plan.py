@@ -58,7 +58,7 @@ class Sequences:
     @cached_property
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each sequence."""
-        bounds = self._host()
+        bounds = self.host_boundaries()
         return tuple(end - start for start, end in pairwise(bounds))
 
     @cached_property
@@ -79,7 +79,7 @@ class Sequences:
     @cached_property
     def chunks(self) -> tuple[tuple[int, int, int, int], ...]:
         """Every chunk in order: (sequence, chunk within the sequence, first flat token, tokens)."""
-        bounds = self._host()
+        bounds = self.host_boundaries()
         return tuple(
             (s, c, bounds[s] + c * CHUNK, min(CHUNK, self.lengths[s] - c * CHUNK))
             for s, count in enumerate(self.chunk_counts)
@@ -102,7 +102,12 @@ class Sequences:
             return None
         return self.chunk_base[sequence] - self.nonempty_before[sequence] + chunk
 
-    def _host(self) -> tuple[int, ...]:
+    def host_boundaries(self) -> tuple[int, ...]:
+        """`boundaries`, where they are known.
+
+        Raises:
+            RuntimeError: they exist on a device only.
+        """
         if self.boundaries is None:
             raise RuntimeError("the boundaries of this call exist on a device only and are never read back")
         return self.boundaries
