@@ -41,7 +41,7 @@ for folder in sys.argv[1:]:
 """
 BUILDING = ["build>=1.2", "hatchling>=1.27", "virtualenv>=20.26"]
 
-# A background job of a shell starts with the signal ignored, and its children inherit that; some tests interrupt.
+# In a background job of a shell this signal is ignored, and children inherit that; some tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 nox.needs_version = ">=2024.4.15"
