@@ -15,6 +15,7 @@ from cake.core.settings import SETTINGS
 # name -> (variable, in the environment, parsed, configured, call argument)
 CASES = {
     "cache_dir": ("CAKE_CACHE_DIR", "/env", "/env", "/configured", "/call"),
+    "cache_readonly_dirs": ("CAKE_CACHE_READONLY_DIRS", "/a:/b", "/a:/b", "/configured", "/call"),
     "cuda_arch_list": ("CAKE_CUDA_ARCH_LIST", "9.0a;10.0a", "9.0a;10.0a", "9.0a", "sm_90a"),
     "nvcc": ("CAKE_NVCC", "/env/nvcc", "/env/nvcc", "/configured/nvcc", "/call/nvcc"),
     "jobs": ("CAKE_JOBS", "3", 3, 4, 5),

@@ -186,6 +186,11 @@ def _cache(report: Report) -> None:
     else:
         rows.append(("writable", "no"))
         report.note(f"the cache {folder} can't be written to: libraries that it lacks can't be built")
+    more = cache.folders()[1:]
+    if more:
+        rows.append(("read-only folders", ", ".join(map(str, more))))
+    for gone in (path for path in more if not path.is_dir()):
+        report.note(f"the read-only cache {gone} does not exist (cache_readonly_dirs)")
 
 
 def _effective(name: str) -> str:

@@ -9,9 +9,8 @@ locks.
 
 An entry appears by renaming a finished, synced folder, so nobody ever sees half of one. Each use checks the
 library's size and sha256 against ``meta.json``; what doesn't agree is a miss and is built again. The lock of
-an entry only keeps
-others from doing the same work: whoever loses a rename uses the winner's entry, so a lock that is stale, or
-a file system on which locks do nothing, costs time and nothing else.
+an entry only keeps others from doing the same work: whoever loses a rename uses the winner's entry, so a lock
+that is stale, or a file system on which locks do nothing, costs time and nothing else.
 """
 
 from __future__ import annotations
@@ -27,26 +26,45 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cake.core import _failures, config
+from cake.core import _failures
+from cake.core._entries import (
+    META,
+    Entry,
+    damage,
+    entries,
+    entry_name,
+    find,
+    find_any,
+    folder,
+    folders,
+    is_of,
+    read,
+    searched,
+    size_of,
+)
 from cake.core.errors import BuildError
 
 __all__ = [
+    "META",
     "Entry",
     "ReadOnlyError",
+    "adopt",
     "clear",
+    "damage",
     "entries",
     "entry_name",
     "find",
     "find_any",
     "folder",
+    "folders",
     "publish",
+    "searched",
+    "size_of",
 ]
 
-META = "meta.json"
 LOCK_SECONDS = 1800.0
 """After this long behind another's lock a process builds for itself."""
 STALE_SECONDS = 86400.0
@@ -61,115 +79,6 @@ logger = logging.getLogger("cake.cache")
 
 class ReadOnlyError(BuildError):
     """The cache can't be written to."""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A published library whose bytes were checked.
-
-    Args:
-        path: its folder.
-        meta: the contents of ``meta.json``.
-    """
-
-    path: Path
-    meta: Mapping[str, Any]
-
-    @property
-    def library(self) -> Path:
-        """The shared library."""
-        return self.path / f"{self.meta['library']}.so"
-
-
-def folder() -> Path:
-    """The cache folder: the configured one (CAKE_CACHE_DIR), else the user's cache folder. It needn't
-    exist."""
-    override = config.setting("cache_dir").value
-    if override is not None:
-        return Path(override).expanduser().absolute()
-    import platformdirs
-
-    return Path(platformdirs.user_cache_dir("cake", appauthor=False))
-
-
-def entry_name(library: str, key: str) -> str:
-    """The name of an entry's folder."""
-    return f"{library}-{key[:16]}"
-
-
-def find(library: str, key: str) -> Entry | None:
-    """The entry of exactly this build, or None where it is missing or its bytes aren't those that were
-    published."""
-    entry, _ = _read(folder() / "libraries" / entry_name(library, key))
-    return entry if entry is not None and entry.meta["build_key"] == key else None
-
-
-def find_any(library: str, source_key: str) -> Entry | None:
-    """An entry built from the same sources and flags by whatever nvcc: the newest nvcc, then the least key,
-    wins."""
-    found = [
-        entry
-        for entry, _ in _scan(library)
-        if entry is not None and entry.meta.get("source_key") == source_key
-    ]
-    return min(found, key=_preference, default=None)
-
-
-def _preference(entry: Entry) -> tuple[list[int], str]:
-    version = str(entry.meta.get("nvcc", {}).get("version", "0"))
-    return [-int(part) if part.isdigit() else 0 for part in version.split(".")], str(entry.meta["build_key"])
-
-
-def damage(library: str) -> str:
-    """What is wrong with the library's entries that can't be used, for an error's text; "" where nothing
-    is."""
-    wrong = [f"{path.name}: {why}" for path, entry, why in entries() if entry is None and _of(path, library)]
-    return f" (damaged: {'; '.join(wrong)})" if wrong else ""
-
-
-def entries() -> list[tuple[Path, Entry | None, str]]:
-    """(folder, entry or None, why not) of everything published, by name."""
-    return [(path, entry, why) for path in _folders("") for entry, why in (_read(path),)]
-
-
-def _scan(library: str) -> Iterator[tuple[Entry | None, str]]:
-    for path in _folders(f"{library}-"):
-        if _of(path, library):
-            yield _read(path)
-
-
-def _of(path: Path, library: str) -> bool:
-    return path.name.rpartition("-")[0] == library
-
-
-def _folders(prefix: str) -> list[Path]:
-    try:
-        return sorted(
-            p for p in (folder() / "libraries").iterdir() if p.name.startswith(prefix) and p.is_dir()
-        )
-    except OSError:
-        return []
-
-
-def _read(path: Path) -> tuple[Entry | None, str]:
-    """The checked entry of a folder, or None and what is wrong with it ("" where there is nothing)."""
-    try:
-        meta = json.loads((path / META).read_text(encoding="utf-8"))
-        size, digest = int(meta["library_size"]), str(meta["library_sha256"])
-        entry = Entry(path, meta)
-        data = entry.library.read_bytes()
-        str(meta["source_key"]), str(meta["build_key"])
-    except FileNotFoundError:
-        return None, "a file is missing" if path.is_dir() else ""
-    except OSError as error:
-        return None, f"cannot be read ({error.strerror})"
-    except (ValueError, KeyError, TypeError):
-        return None, f"{META} is damaged"
-    if len(data) != size:
-        return None, f"the library has {len(data)} bytes, {size} were published"
-    if hashlib.sha256(data).hexdigest() != digest:
-        return None, "the library's sha256 is not the published one"
-    return entry, ""
 
 
 # ---- publishing
@@ -194,11 +103,8 @@ def publish(
     """
     root = folder()
     name = entry_name(library, key)
-    try:
-        for part in ("libraries", "locks", "tmp"):
-            (root / part).mkdir(parents=True, exist_ok=True)
-            if not os.access(root / part, os.W_OK | os.X_OK):
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(root / part))
+    with _explained(root, library, "building"):
+        _prepare(root)
         before = _failures.stamp(root, name)
         with _lock(root / "locks" / f"{name}.lock", lambda: find(library, key)) as ready:
             if ready is not None:
@@ -209,21 +115,75 @@ def publish(
                 _failures.repeat(root, name)
             _sweep(root / "tmp")
             return _build(root, name, library, key, files, make)
+
+
+def adopt(contents: Mapping[str, Mapping[str, bytes]]) -> list[tuple[Entry, bool]]:
+    """Publish finished entries that were built elsewhere: all of them are written and synced before the first
+    appears.
+
+    Args:
+        contents: name of an entry -> its files by relative name, ``meta.json`` and the library among them,
+            already checked against each other.
+
+    Returns:
+        For each name the entry, and whether it is new: one that is there and whole already stays.
+
+    Raises:
+        ReadOnlyError: the cache can't be written to.
+        BuildError: the disk is full. Nothing new was published, and nothing is left under ``tmp``.
+    """
+    root = folder()
+    with _explained(root, "an archive", "importing"), contextlib.ExitStack() as stack:
+        _prepare(root)
+        _sweep(root / "tmp")
+        ready: list[tuple[str, Path, Entry]] = []
+        for name, files in contents.items():
+            work = _work(root, name)
+            stack.callback(shutil.rmtree, work, ignore_errors=True)
+            for relative, data in files.items():
+                _write(work / relative, data)
+            _sync(work)
+            ready.append((name, work, Entry(root / "libraries" / name, json.loads(files[META]))))
+        adopted: list[tuple[Entry, bool]] = []
+        for name, work, ours in ready:
+            there, _ = read(ours.path)
+            if there is not None and there.meta["build_key"] == ours.meta["build_key"]:
+                adopted.append((there, False))
+            else:
+                adopted.append((_rename(root, name, work, ours), True))
+        return adopted
+
+
+def _prepare(root: Path) -> None:
+    for part in ("libraries", "locks", "tmp"):
+        (root / part).mkdir(parents=True, exist_ok=True)
+        if not os.access(root / part, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(root / part))
+
+
+@contextlib.contextmanager
+def _explained(root: Path, what: str, doing: str) -> Iterator[None]:
+    """Turn what the operating system says into an error that says what to do."""
+    try:
+        yield
     except BuildError:
         raise
     except OSError as error:
         if error.errno in _READ_ONLY:
+            missing = (
+                f"{what} is not in {searched()}{damage(what)}" if doing == "building" else f"{doing} {what}"
+            )
             raise ReadOnlyError(
-                f"{library} is not in the cache {root}{damage(library)}, which cannot be written to "
-                f"({error.strerror}); set CAKE_CACHE_DIR to a folder of your own, or prebuild this one"
+                f"{missing}: {root} cannot be written to ({error.strerror}); set CAKE_CACHE_DIR to a folder "
+                "of your own, or prebuild this one"
             ) from error
         if error.errno in _FULL:
             raise BuildError(
-                f"no space left in the cache {root} while building {library}; free some, or set "
+                f"no space left in the cache {root} while {doing} {what}; free some, or set "
                 "CAKE_CACHE_DIR to a folder on another disk"
             ) from error
         raise BuildError(
-            f"the cache {root} is unusable ({error.strerror or error}) while building {library}; set "
+            f"the cache {root} is unusable ({error.strerror or error}) while {doing} {what}; set "
             "CAKE_CACHE_DIR to another folder"
         ) from error
 
@@ -236,9 +196,8 @@ def _build(
     files: Mapping[str, bytes],
     make: Callable[[Path], dict[str, Any]],
 ) -> Entry:
-    work = Path(tempfile.mkdtemp(prefix=f"{name}.", dir=root / "tmp"))
+    work = _work(root, name)
     try:
-        work.chmod(0o755)  # mkdtemp's 0700 would hide the entry from the other users of a shared cache
         for relative, data in files.items():
             _write(work / relative, data)
         try:
@@ -262,6 +221,12 @@ def _build(
         shutil.rmtree(work, ignore_errors=True)
 
 
+def _work(root: Path, name: str) -> Path:
+    work = Path(tempfile.mkdtemp(prefix=f"{name}.", dir=root / "tmp"))
+    work.chmod(0o755)  # mkdtemp's 0700 would hide the entry from the other users of a shared cache
+    return work
+
+
 def _rename(root: Path, name: str, work: Path, ours: Entry) -> Entry:
     """Move the finished folder into place, or return the entry of whoever was first."""
     final = ours.path
@@ -274,7 +239,7 @@ def _rename(root: Path, name: str, work: Path, ours: Entry) -> Entry:
             # ENOENT: a network file system may report a rename that its first, lost answer had already done.
             if error.errno not in (*_TAKEN, errno.ENOENT):
                 raise
-            winner, why = _read(final)
+            winner, why = read(final)
             if winner is not None and winner.meta.get("build_key") == ours.meta["build_key"]:
                 return winner
             if winner is not None or why:
@@ -365,7 +330,7 @@ def clear(library: str | None = None) -> tuple[int, int]:
     for part in ("libraries", "failed") if library is not None else ("libraries", "failed", "tmp"):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             for path in sorted((root / part).iterdir()):
-                if library is not None and not _of(path, library):
+                if library is not None and not is_of(path, library):
                     continue
                 if part == "tmp" and path.stat().st_mtime > time.time() - 3600:
                     continue
@@ -373,12 +338,3 @@ def clear(library: str | None = None) -> tuple[int, int]:
                 shutil.rmtree(path)
                 count += part == "libraries"
     return count, size
-
-
-def size_of(path: Path) -> int:
-    """Bytes of every file below ``path``."""
-    total = 0
-    for inside in path.rglob("*"):
-        with contextlib.suppress(OSError):
-            total += inside.lstat().st_size
-    return total

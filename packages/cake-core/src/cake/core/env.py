@@ -20,6 +20,11 @@ class Variable:
 VARIABLES: tuple[Variable, ...] = (
     Variable("CAKE_CACHE_DIR", "folder of compiled libraries", "the user's cache folder"),
     Variable(
+        "CAKE_CACHE_READONLY_DIRS",
+        "more folders of compiled libraries, searched after the first and never written to; ':' between them",
+        "none",
+    ),
+    Variable(
         "CAKE_CUDA_ARCH_LIST",
         "architectures that `cake prebuild` builds, like '9.0a;10.0a'",
         "the device's own",

@@ -7,9 +7,8 @@ Which build of the same sources is used:
 
 * with an nvcc, exactly that nvcc's build, made if it isn't there;
 * without an nvcc, under CAKE_DISABLE_JIT=1, or where the cache can't be written to: that, else any build of
-  exactly the
-  same sources, flags, architecture and tvm-ffi, the newest nvcc's first. So a cache that was prebuilt
-  elsewhere works.
+  exactly the same sources, flags, architecture and tvm-ffi, the newest nvcc's first. So a cache that was
+  prebuilt elsewhere works, and so does an imported archive or a folder of CAKE_CACHE_READONLY_DIRS.
 """
 
 from __future__ import annotations
@@ -226,7 +225,7 @@ def ensure(
         entry = cache.find_any(record.library, source)
     if entry is None:
         what = f"{record.library} for {record.arch}"
-        absent = f"{what} is not in the cache {cache.folder()}{cache.damage(record.library)}"
+        absent = f"{what} is not in {cache.searched()}{cache.damage(record.library)}"
         if disabled or _state.forbidden:
             why = "CAKE_DISABLE_JIT is set" if disabled else "no_build() is in force"
             raise NoBuildError(

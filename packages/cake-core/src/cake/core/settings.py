@@ -64,6 +64,12 @@ SETTINGS: Mapping[str, CoreSetting] = {
     setting.name: setting
     for setting in (
         CoreSetting("cache_dir", "str", "folder of compiled libraries", ("CAKE_CACHE_DIR",)),
+        CoreSetting(
+            "cache_readonly_dirs",
+            "str",
+            "more folders of compiled libraries, never written to, ':' between them",
+            ("CAKE_CACHE_READONLY_DIRS",),
+        ),
         CoreSetting("cuda_arch_list", "str", "architectures to build for", ("CAKE_CUDA_ARCH_LIST",)),
         CoreSetting("nvcc", "str", "path of nvcc", ("CAKE_NVCC",)),
         CoreSetting("jobs", "int", "compilers that run at once", ("CAKE_JOBS", "MAX_JOBS"), at_least=1),

@@ -19,7 +19,7 @@ COMMANDS: tuple[tuple[str, str, str], ...] = (
     ("doctor", "doctor", "say what is installed and configured, and what would stop a run"),
     ("ops", "ops", "list the installed ops and their kernels"),
     ("prebuild", "prebuild", "compile everything an op can need, before it is needed"),
-    ("cache", "cache", "show or clear the cache of compiled libraries"),
+    ("cache", "cache", "show, clear, export or import compiled libraries"),
     ("manifest", "manifest", "print versions and kernel hashes as JSON, for a run's log"),
     ("vendor", "vendor", "copy kernel sources into an op, and check the copies"),
     ("bench", "bench", "time an op's passes on this machine"),
