@@ -1,4 +1,4 @@
-"""`cake vendor self` and `check`, on small checkouts made here."""
+"""`cake vendor self` and `remove`, on small checkouts made here."""
 
 import json
 import os
@@ -10,8 +10,10 @@ import pytest
 
 from cake.core import vendor
 from cake.core.cli import main
+from cake.core.testing.checkouts import Checkout, write_files
 from cake.core.vendor import VendorError
 
+RECORD = {"library": "toy", "arch": "sm_90a", "sources": ["toy.cu"]}
 FILES = {
     "kernels/include/cake/ptx.cuh": "// ptx\n",
     "kernels/include/cake/tile.cuh": "// tile\r\nwith a carriage return\n",
@@ -27,48 +29,25 @@ FILES = {
 }
 
 
-def git(repo, *words):
-    identity = [
-        "-c",
-        "user.name=a",
-        "-c",
-        "user.email=a@b",
-        "-c",
-        "core.autocrlf=false",
-        "-c",
-        "commit.gpgsign=false",
-    ]
-    done = subprocess.run(
-        ["git", "-C", str(repo), *identity, *words], capture_output=True, text=True, check=True
-    )
-    return done.stdout.strip()
-
-
-def commit(repo, **files):
-    for name, text in files.items():
-        write(repo / name, text)
-    git(repo, "add", "-A")
-    git(repo, "commit", "-q", "-m", "change")
-    return git(repo, "rev-parse", "HEAD")
-
-
-def write(path, text):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(text.encode())
+@pytest.fixture
+def checkout(tmp_path):
+    checkout = Checkout(tmp_path / "a checkout")
+    checkout.commit(FILES)
+    return checkout
 
 
 @pytest.fixture
-def repo(tmp_path):
-    repo = tmp_path / "a checkout"
-    repo.mkdir()
-    git(repo, "init", "-q")
-    commit(repo, **FILES)
-    return repo
+def repo(checkout):
+    return checkout.root
 
 
 @pytest.fixture
 def folder(repo):
     return repo / "packages/cake-toy/src/cake/toy/_vendor"
+
+
+def write(path, text):
+    write_files(path.parent, {path.name: text})
 
 
 def files_of(folder):
@@ -79,31 +58,38 @@ def table(folder):
     return json.loads((folder / "VENDORED.json").read_text())["packages"]
 
 
-def test_blob_ids_are_gits(repo):
+def test_blob_ids_are_gits(checkout, repo):
     for name in ("kernels/include/cake/tile.cuh", "kernels/state_chain/merge.cuh"):
-        assert vendor.blob_id((repo / name).read_bytes()) == git(repo, "rev-parse", f"HEAD:{name}")
+        assert vendor.blob_id((repo / name).read_bytes()) == checkout.git("rev-parse", f"HEAD:{name}")
 
 
-def test_copy_and_check(repo, folder):
+def test_copy_and_check(checkout, repo, folder):
     copied = vendor.vendor_self("toy", repo)
     assert copied.changed
     assert files_of(folder) == [
         "NOTICE",
         "VENDORED.json",
+        "cake/VENDORED.txt",
         "cake/include/cake/ptx.cuh",
         "cake/include/cake/tile.cuh",
     ]
     assert (folder / "cake/include/cake/tile.cuh").read_bytes() == FILES[
         "kernels/include/cake/tile.cuh"
     ].encode()
+    head = checkout.git("rev-parse", "HEAD")
+    notice = (folder / "cake/VENDORED.txt").read_bytes()
+    assert f"source: self\npath:   kernels\ncommit: {head}\n" in notice.decode()
     assert table(folder) == {
         "cake": {
             "source": "self",
-            "commit": git(repo, "rev-parse", "HEAD"),
+            "commit": head,
             "path": "kernels",
             "files": {
-                f"include/cake/{name}": git(repo, "rev-parse", f"HEAD:kernels/include/cake/{name}")
-                for name in ("ptx.cuh", "tile.cuh")
+                "VENDORED.txt": vendor.blob_id(notice),
+                **{
+                    f"include/cake/{name}": checkout.git("rev-parse", f"HEAD:kernels/include/cake/{name}")
+                    for name in ("ptx.cuh", "tile.cuh")
+                },
             },
         }
     }
@@ -111,25 +97,30 @@ def test_copy_and_check(repo, folder):
     assert list(folder.parent.glob(".*")) == []
 
 
-def test_packages_share_one_commit(repo, folder):
+def test_packages_share_one_commit(checkout, repo, folder):
     vendor.vendor_self("toy", repo)
-    newer = commit(repo, **{"kernels/include/cake/ptx.cuh": "// newer\n"})
+    newer = checkout.commit({"kernels/include/cake/ptx.cuh": "// newer\n"})
     vendor.vendor_self("toy", repo, packages=["state_chain"])
     assert {name: package["commit"] for name, package in table(folder).items()} == dict.fromkeys(
         ("cake", "state_chain"), newer
     )
-    assert sorted(table(folder)["state_chain"]["files"]) == ["build.json", "merge.cu", "merge.cuh"]
+    assert sorted(table(folder)["state_chain"]["files"]) == [
+        "VENDORED.txt",
+        "build.json",
+        "merge.cu",
+        "merge.cuh",
+    ]
     assert (folder / "cake/include/cake/ptx.cuh").read_text() == "// newer\n"
-    newest = commit(repo, **{"kernels/state_chain/merge.cuh": "// newest\n"})
+    newest = checkout.commit({"kernels/state_chain/merge.cuh": "// newest\n"})
     assert vendor.vendor_self("toy", repo).packages == ("cake", "state_chain")  # what is carried comes along
     assert table(folder)["cake"]["commit"] == table(folder)["state_chain"]["commit"] == newest
     assert vendor.check(["toy"], repo) == {"toy": []}
 
 
-def test_copying_twice_changes_nothing(repo, folder):
+def test_copying_twice_changes_nothing(checkout, repo, folder):
     first = vendor.vendor_self("toy", repo)
     before = (folder / "VENDORED.json").read_bytes()
-    commit(repo, **{"packages/cake-toy/src/cake/toy/api.py": ""})
+    checkout.commit({"packages/cake-toy/src/cake/toy/api.py": ""})
     second = vendor.vendor_self("toy", repo)
     assert (second.changed, second.commit) == (False, first.commit)
     assert (folder / "VENDORED.json").read_bytes() == before
@@ -138,17 +129,17 @@ def test_copying_twice_changes_nothing(repo, folder):
     assert vendor.check([], repo) == {"toy": []}
 
 
-def test_a_file_that_left_the_source_leaves_the_copy(repo, folder):
+def test_a_file_that_left_the_source_leaves_the_copy(checkout, repo, folder):
     vendor.vendor_self("toy", repo)
-    git(repo, "rm", "-q", "kernels/include/cake/tile.cuh")
-    commit(repo)
+    checkout.git("rm", "-q", "kernels/include/cake/tile.cuh")
+    checkout.commit()
     vendor.vendor_self("toy", repo)
-    assert files_of(folder) == ["NOTICE", "VENDORED.json", "cake/include/cake/ptx.cuh"]
+    assert files_of(folder) == ["NOTICE", "VENDORED.json", "cake/VENDORED.txt", "cake/include/cake/ptx.cuh"]
 
 
-def test_an_older_commit_by_name(repo, folder):
-    old = git(repo, "rev-parse", "HEAD")
-    commit(repo, **{"kernels/include/cake/ptx.cuh": "// newer\n"})
+def test_an_older_commit_by_name(checkout, repo, folder):
+    old = checkout.git("rev-parse", "HEAD")
+    checkout.commit({"kernels/include/cake/ptx.cuh": "// newer\n"})
     write(repo / "kernels/include/cake/ptx.cuh", "// not committed\n")
     assert vendor.vendor_self("toy", repo, commit="HEAD~1").commit == old
     assert (folder / "cake/include/cake/ptx.cuh").read_text() == "// ptx\n"
@@ -183,39 +174,85 @@ def test_what_cannot_be_copied(repo, folder, op, arguments, why):
     assert {name: (folder / name).read_bytes() for name in files_of(folder)} == before
 
 
-def test_links_are_refused(repo):
+def test_links_are_refused(checkout, repo):
     (repo / "kernels/include/cake/link.cuh").symlink_to("ptx.cuh")
-    commit(repo)
+    checkout.commit()
     with pytest.raises(VendorError, match=r"link\.cuh is a link or submodule"):
         vendor.vendor_self("toy", repo)
 
 
-def test_packages_of_other_sources_stay(repo, folder):
+def test_packages_of_other_sources_stay(checkout, repo, folder, tmp_path):
     vendor.vendor_self("toy", repo)
-    data = json.loads((folder / "VENDORED.json").read_text())
-    write(folder / "other/x.cu", "// other\n")
-    other = {
-        "source": "fi",
-        "commit": "0" * 40,
-        "path": "a/b",
-        "files": {"x.cu": vendor.blob_id(b"// other\n")},
-    }
-    data["packages"]["other"] = other
-    write(folder / "VENDORED.json", json.dumps(data))
-    assert vendor.check([], repo) == {"toy": []}
-    commit(repo, **{"kernels/include/cake/ptx.cuh": "// newer\n"})
+    upstream = Checkout(tmp_path / "upstream")
+    upstream.commit({"flashinfer/experimental/other/x.cuh": "// other\n"})
+    vendor.vendor_fi("toy", repo, upstream.root, {"other": None})
+    other = table(folder)["other"]
+    checkout.commit({"kernels/include/cake/ptx.cuh": "// newer\n"})
     vendor.vendor_self("toy", repo)
     assert table(folder)["other"] == other
+    assert (folder / "other/x.cuh").read_text() == "// other\n"
     assert vendor.check([], repo) == {"toy": []}
     with pytest.raises(VendorError, match="package 'other' of toy comes from 'fi'"):
         vendor.vendor_self("toy", repo, packages=["other"])
 
 
-@pytest.mark.parametrize("failing", [1, 2])
-def test_all_or_nothing(repo, folder, monkeypatch, failing):
+def test_copies_of_an_older_cake_have_no_notice_and_get_one(checkout, repo, folder):
+    vendor.vendor_self("toy", repo)
+    (folder / "cake/VENDORED.txt").unlink()
+    data = json.loads((folder / "VENDORED.json").read_text())
+    del data["packages"]["cake"]["files"]["VENDORED.txt"]
+    write(folder / "VENDORED.json", json.dumps(data))
+    assert vendor.check([], repo) == {"toy": []}
+    assert vendor.vendor_self("toy", repo).changed
+    assert (folder / "cake/VENDORED.txt").exists()
+
+
+def test_a_copy_that_check_would_refuse_is_not_made(checkout, repo, folder):
     vendor.vendor_self("toy", repo)
     before = {name: (folder / name).read_bytes() for name in files_of(folder)}
-    commit(repo, **{"kernels/include/cake/ptx.cuh": "// newer\n"})
+    checkout.git("rm", "-q", "kernels/state_chain/merge.cuh")
+    checkout.commit()
+    with pytest.raises(VendorError, match=r"so everything is as it was:\n.*merge\.cu:1: #include"):
+        vendor.vendor_self("toy", repo, packages=["state_chain"])
+    assert {name: (folder / name).read_bytes() for name in files_of(folder)} == before
+    assert list(folder.parent.glob(".*")) == []
+
+
+# ---- remove
+
+
+def test_remove(repo, folder, capsys):
+    vendor.vendor_self("toy", repo, packages=["state_chain"])
+    assert main(["vendor", "remove", "toy", "state_chain", "--repo", str(repo)]) == 0
+    assert "removed state_chain from" in capsys.readouterr().out
+    assert sorted(table(folder)) == ["cake"]
+    assert not (folder / "state_chain").exists()
+    assert vendor.check([], repo) == {"toy": []}
+    vendor.remove("toy", repo, ["cake"])
+    assert not folder.exists()
+    assert vendor.check([], repo) == {"toy": []}
+    assert list(folder.parent.glob(".*")) == []
+
+
+def test_what_is_needed_is_not_removed(repo, folder):
+    vendor.vendor_self("toy", repo)
+    write(folder.parent / "csrc/toy.cu", '#include <cake/ptx.cuh>\n#include "cake/ptx.cuh"\n')
+    build = {"schema": 1, "include": ["../_vendor/cake/include"], "records": [RECORD]}
+    write(folder.parent / "csrc/build.json", json.dumps(build))
+    assert vendor.check([], repo) == {"toy": []}
+    before = {name: (folder / name).read_bytes() for name in files_of(folder)}
+    with pytest.raises(VendorError, match=r"csrc/toy\.cu:2: #include \"cake/ptx\.cuh\" is not a file"):
+        vendor.remove("toy", repo, ["cake"])
+    with pytest.raises(VendorError, match="toy carries no package 'gone'; it carries: cake"):
+        vendor.remove("toy", repo, ["cake", "gone"])
+    assert {name: (folder / name).read_bytes() for name in files_of(folder)} == before
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_all_or_nothing(checkout, repo, folder, monkeypatch, failing):
+    vendor.vendor_self("toy", repo)
+    before = {name: (folder / name).read_bytes() for name in files_of(folder)}
+    checkout.commit({"kernels/include/cake/ptx.cuh": "// newer\n"})
     rename, calls = Path.rename, []
 
     def fail(self, target):
@@ -231,100 +268,6 @@ def test_all_or_nothing(repo, folder, monkeypatch, failing):
         vendor.vendor_self("toy", repo)
     assert {name: (folder / name).read_bytes() for name in files_of(folder)} == before
     assert list(folder.parent.glob(".*")) == []
-
-
-# ---- check
-
-
-def spoil(folder, how):
-    """Spoil the copy; returns the name that the complaint must give."""
-    ptx = folder / "cake/include/cake/ptx.cuh"
-    if how == "changed":
-        write(ptx, "// ptX\n")
-    elif how == "line ends":
-        write(ptx, "// ptx\r\n")
-    elif how == "missing":
-        ptx.unlink()
-    elif how == "extra":
-        ptx = folder / "cake/include/cake/extra.cuh"
-        write(ptx, "")
-    elif how == "extra beside":
-        ptx = folder / "stray.txt"
-        write(ptx, "")
-    elif how == "link":
-        ptx.unlink()
-        ptx.symlink_to("tile.cuh")
-    elif how == "notice":
-        ptx = folder / "NOTICE"
-        ptx.unlink()
-    elif how == "no table":
-        ptx = folder / "VENDORED.json"
-        ptx.unlink()
-    elif how in ("not json", "schema", "short commit", "short blob", "climbing", "no files", "field"):
-        ptx = folder / "VENDORED.json"
-        data = json.loads(ptx.read_text())
-        package = data["packages"]["cake"]
-        if how == "schema":
-            data["schema"] = 0
-        elif how == "short commit":
-            package["commit"] = "abc123"
-        elif how == "short blob":
-            package["files"]["include/cake/ptx.cuh"] = "abc"
-        elif how == "climbing":
-            package["files"] = {"../../api.py": "0" * 40}
-        elif how == "no files":
-            package["files"] = {}
-        elif how == "field":
-            package["extra"] = 1
-        write(ptx, "{" if how == "not json" else json.dumps(data))
-    return str(ptx)
-
-
-SPOILED = [
-    *(
-        "changed",
-        "line ends",
-        "missing",
-        "extra",
-        "extra beside",
-        "link",
-        "notice",
-        "no table",
-        "not json",
-        "schema",
-    ),
-    *("short commit", "short blob", "climbing", "no files", "field"),
-]
-
-
-@pytest.mark.parametrize("how", SPOILED)
-def test_check_names_what_is_wrong_without_git(repo, folder, monkeypatch, capsys, how):
-    vendor.vendor_self("toy", repo)
-    monkeypatch.setattr(vendor, "_git", None)
-    assert main(["vendor", "check", "--repo", str(repo)]) == 0
-    assert capsys.readouterr().out == "toy: ok\n"
-    name = spoil(folder, how)
-    assert main(["vendor", "check", "toy", "--repo", str(repo)]) == 1
-    (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith(f"toy: {name}")
-
-
-def test_check_wants_one_commit_per_source(repo, folder):
-    vendor.vendor_self("toy", repo, packages=["state_chain"])
-    path = folder / "VENDORED.json"
-    data = json.loads(path.read_text())
-    data["packages"]["cake"]["commit"] = "1" * 40
-    write(path, json.dumps(data))
-    (wrong,) = vendor.check([], repo)["toy"]
-    assert "source 'self' comes from 2 commits" in wrong
-
-
-def test_check_reads_each_build_json(repo, folder):
-    git(repo, "rm", "-q", "kernels/state_chain/merge.cuh")
-    commit(repo)
-    vendor.vendor_self("toy", repo, packages=["state_chain"])
-    (wrong,) = vendor.check([], repo)["toy"]
-    assert "merge.cu:1: #include" in wrong
 
 
 def test_an_op_without_copies_is_fine(repo):
@@ -357,7 +300,7 @@ def test_vendoring_needs_nothing_installed(repo):
         "import sys; sys.path.insert(0, sys.argv[1])\n"
         "from cake.core.cli import main; sys.exit(main(sys.argv[2:]))"
     )
-    source = str(Path(vendor.__file__).parents[2])
+    source = str(Path(vendor.__file__).parents[3])
     command = [sys.executable, "-S", "-c", code, source, "vendor", "self", "toy", "--repo", str(repo)]
     subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": ""})
     command[6:] = ["check", "--repo", str(repo)]
