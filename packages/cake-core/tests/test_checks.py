@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cake.core.checks import check_choice, check_tensor
+from cake.core.checks import check_boundaries, check_choice, check_number, check_saved, check_tensor
 
 torch = pytest.importorskip("torch")
 
@@ -104,3 +104,37 @@ def test_a_check_takes_microseconds() -> None:
 def test_importing_the_module_imports_no_torch() -> None:
     code = "import sys, cake.core.checks; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_numbers() -> None:
+    assert check_number("scale", 2) == 2.0
+    for wrong, text in (("1", "str"), (None, "NoneType"), (torch.tensor(1.0), "Tensor")):
+        with pytest.raises(TypeError, match=f"scale must be a number, got {text}"):
+            check_number("scale", wrong)
+    for wrong in (float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="scale must be finite"):
+            check_number("scale", wrong)
+
+
+def test_boundaries() -> None:
+    check_boundaries("cu", torch.tensor([0, 5]))
+    check_boundaries("cu", torch.tensor([0, 5], dtype=torch.int32))
+    with pytest.raises(TypeError, match=r"cu must be a torch.Tensor, got list"):
+        check_boundaries("cu", [0, 5])
+    for wrong in (torch.tensor([0]), torch.tensor(0), torch.tensor([[0, 5]])):
+        with pytest.raises(ValueError, match=r"cu must be \[N \+ 1\] with N >= 1"):
+            check_boundaries("cu", wrong)
+    with pytest.raises(ValueError, match="cu must be int32 or int64, got float32"):
+        check_boundaries("cu", torch.tensor([0.0, 5.0]))
+
+
+def test_saved_tensors() -> None:
+    x = torch.zeros(2, 3)
+    check_saved("q", x, (2, 3), torch.float32, x.device)
+    for shape, dtype, device in (
+        ((3, 2), torch.float32, x.device),
+        ((2, 3), torch.bfloat16, x.device),
+        ((2, 3), torch.float32, torch.device("meta")),
+    ):
+        with pytest.raises(RuntimeError, match="the backward's saved q must be"):
+            check_saved("q", x, shape, dtype, device)

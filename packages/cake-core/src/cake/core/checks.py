@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["check_choice", "check_tensor"]
+__all__ = ["check_boundaries", "check_choice", "check_number", "check_saved", "check_tensor"]
 
 _tensor: Any = None
 
@@ -86,3 +88,50 @@ def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
     """
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+def check_number(name: str, x: Any) -> float:
+    """A finite number as a float.
+
+    Raises:
+        TypeError: not a number (a tensor isn't one: reading it may synchronise).
+        ValueError: infinite or NaN.
+    """
+    if not isinstance(x, Real):
+        raise TypeError(f"{name} must be a number, got {type(x).__name__}")
+    number = float(x)
+    if not math.isfinite(number):
+        raise ValueError(f"{name} must be finite, got {x!r}")
+    return number
+
+
+def check_boundaries(name: str, x: Any) -> None:
+    """Refuse what can't be the boundaries of packed sequences, without reading values.
+
+    Raises:
+        TypeError: not a tensor.
+        ValueError: not [N + 1] with N >= 1, or neither int32 nor int64.
+    """
+    if not isinstance(x, _tensor or _tensor_type()):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    if x.dim() != 1 or x.shape[0] < 2:
+        raise ValueError(f"{name} must be [N + 1] with N >= 1, got {list(x.shape)}")
+    if _plain(x.dtype) not in ("int32", "int64"):
+        raise ValueError(f"{name} must be int32 or int64, got {_plain(x.dtype)}")
+
+
+def check_saved(
+    name: str, x: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Refuse a tensor that came back from autograd otherwise than it was saved.
+
+    Saved tensors may pass through hooks (offloading, checkpoints), and a kernel trusts its extents.
+
+    Raises:
+        RuntimeError: another shape, dtype or device.
+    """
+    if x.shape != tuple(shape) or x.dtype != dtype or x.device != device:
+        raise RuntimeError(
+            f"the backward's saved {name} must be {dtype} {list(shape)} on {device}, "
+            f"got {x.dtype} {list(x.shape)} on {x.device}"
+        )

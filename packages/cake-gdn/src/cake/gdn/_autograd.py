@@ -6,7 +6,6 @@ inputs alone, and the backward runs the same `prep` and `scan` again: the bits a
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -14,14 +13,14 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from cake.core.checks import check_saved
+from cake.core.launch import loadable, running_on
 from cake.gdn import _route, _stages
 from cake.gdn._route import Route
 from cake.gdn._stages import Prep
 from cake.gdn.plan import CHUNK, Sequences
 
 BF16, FP32 = torch.bfloat16, torch.float32
-# CUDA kernels load 16 bytes at a time.
-ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
@@ -71,20 +70,6 @@ def run(
     return o, final_state
 
 
-def is_aligned(x: torch.Tensor) -> bool:
-    """Whether the kernels can load x as it lies: last dimension contiguous, all the rest at 16 bytes."""
-    size = x.element_size()
-    return (
-        x.stride(-1) == 1
-        and x.data_ptr() % ALIGNMENT == 0
-        and all(
-            stride * size % ALIGNMENT == 0
-            for stride, extent in zip(x.stride()[:-1], x.shape[:-1], strict=True)
-            if extent > 1
-        )
-    )
-
-
 class _GatedDeltaRule(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -128,24 +113,24 @@ class _GatedDeltaRule(torch.autograd.Function):
         q, k, v, beta, boundaries, *tape = ctx.saved_tensors
         seqs = call.seqs
         if boundaries is not None:
-            _expect("cu_seqlens", boundaries, (seqs.n + 1,), boundaries.dtype, made.device)
+            check_saved("cu_seqlens", boundaries, (seqs.n + 1,), boundaries.dtype, made.device)
             seqs = replace(seqs, cu_device=boundaries)
         for name, x, shape in (("q", q, made.q_shape), ("k", k, made.q_shape), ("v", v, made.v_shape)):
-            _expect(name, x, shape, BF16, made.device)
-        _expect("beta", beta, made.v_shape[:3], made.beta_dtype, made.device)
+            check_saved(name, x, shape, BF16, made.device)
+        check_saved("beta", beta, made.v_shape[:3], made.beta_dtype, made.device)
         if not seqs.total:
             grads: tuple[torch.Tensor | None, ...] = _empty_gradients(q, k, v, dht, made, seqs)
         else:
-            do = v.new_zeros(v.shape) if do is None else _loadable(do)
+            do = v.new_zeros(v.shape) if do is None else loadable(do)
             dht = None if dht is None else dht.contiguous()
             stages = _stages.stages(call.route.backend)
-            with _running_on(made.device):
+            with running_on(made.device):
                 if call.route.recompute_state:
                     prep, states = _walk_again(stages, q, k, v, beta, tape[0], tape[1], made, seqs, call)
                 else:
                     prep, states = Prep(*tape[:5]), tape[5]
                     if prep.plan is not None:
-                        _expect("plan", prep.plan, ctx.plan_shape, torch.int32, made.device)
+                        check_saved("plan", prep.plan, ctx.plan_shape, torch.int32, made.device)
                 _expect_tape(prep, states, made, seqs, ctx.has_state)
                 grads = _backward(
                     stages, q, k, v, beta, do, dht, prep, states, made, seqs, call, wanted, ctx.has_state
@@ -172,7 +157,7 @@ def _forward(
             final_state = initial_state.clone(memory_format=torch.contiguous_format)
         return v.new_empty(v.shape), final_state, None, None
     stages = _stages.stages(call.route.backend)
-    with _running_on(v.device):
+    with running_on(v.device):
         prep = stages.prep(q, k, g.float(), beta, call.seqs, l2norm=call.l2norm)
         o, final_state, states = stages.scan(
             q,
@@ -201,9 +186,9 @@ def _walk_again(
     seqs: Sequences,
     call: Call,
 ) -> tuple[Prep, torch.Tensor]:
-    _expect("g", g, made.v_shape[:3], made.g_dtype, made.device)
+    check_saved("g", g, made.v_shape[:3], made.g_dtype, made.device)
     if initial_state is not None:
-        _expect("initial_state", initial_state, made.state_shape(seqs), FP32, made.device)
+        check_saved("initial_state", initial_state, made.state_shape(seqs), FP32, made.device)
         initial_state = initial_state.contiguous()
     prep = stages.prep(q, k, g.float(), beta, seqs, l2norm=call.l2norm)
     _, _, states = stages.scan(
@@ -273,41 +258,10 @@ def _empty_gradients(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dg, dbeta, dh0
 
 
-def _loadable(do: torch.Tensor) -> torch.Tensor:
-    """The output's gradient as it lies, or a copy where its last dimension is expanded or strided."""
-    plain = is_aligned(do) if do.device.type == "cuda" else do.stride(-1) == 1
-    return do if plain else do.clone(memory_format=torch.contiguous_format)
-
-
 def _expect_tape(prep: Prep, states: torch.Tensor, made: _Inputs, seqs: Sequences, has_state: bool) -> None:
     heads, dim, v_heads, v_dim = *made.q_shape[2:], *made.v_shape[2:]
-    _expect("t", prep.t, (v_heads, seqs.total, CHUNK), BF16, made.device)
-    _expect("b", prep.b, (v_heads, seqs.total), FP32, made.device)
-    _expect("rq", prep.rq, (heads, seqs.total), FP32, made.device)
-    _expect("rk", prep.rk, (heads, seqs.total), FP32, made.device)
-    _expect("states", states, (seqs.slots(has_state), v_heads, v_dim, dim), BF16, made.device)
-
-
-def _expect(
-    name: str, x: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> None:
-    """Saved tensors may pass through hooks (offloading, checkpoints): check what came back."""
-    if x.shape != shape or x.dtype != dtype or x.device != device:
-        raise RuntimeError(
-            f"the backward's saved {name} must be {dtype} {list(shape)} on {device}, "
-            f"got {x.dtype} {list(x.shape)} on {x.device}"
-        )
-
-
-def _running_on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Around the stages: their own precisions in any autocast region, and the tensors' GPU as current one."""
-    autocast = torch.is_autocast_enabled(device.type)
-    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
-    if not autocast and not elsewhere:
-        return contextlib.nullcontext()
-    stack = contextlib.ExitStack()
-    if autocast:
-        stack.enter_context(torch.autocast(device.type, enabled=False))
-    if elsewhere:
-        stack.enter_context(torch.cuda.device(device))
-    return stack
+    check_saved("t", prep.t, (v_heads, seqs.total, CHUNK), BF16, made.device)
+    check_saved("b", prep.b, (v_heads, seqs.total), FP32, made.device)
+    check_saved("rq", prep.rq, (heads, seqs.total), FP32, made.device)
+    check_saved("rk", prep.rk, (heads, seqs.total), FP32, made.device)
+    check_saved("states", states, (seqs.slots(has_state), v_heads, v_dim, dim), BF16, made.device)

@@ -16,8 +16,8 @@ from functools import reduce
 import torch
 
 from cake.core import workspace
+from cake.core.tiles import blocks, groups
 from cake.gdn._stages import Prep
-from cake.gdn._tiles import blocks, groups
 from cake.gdn.plan import CHUNK, Sequences
 
 BF16 = torch.bfloat16

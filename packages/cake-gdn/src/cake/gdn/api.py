@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from numbers import Real
-from operator import index
 from typing import Any
 
 import torch
 
-from cake.core import config
-from cake.core.checks import check_tensor
-from cake.gdn import _autograd, _gates, _stages, plan
+from cake.core import config, sequences
+from cake.core.checks import check_number, check_tensor
+from cake.core.launch import ALIGNMENT, is_aligned
+from cake.gdn import _autograd, _gates, _stages
 from cake.gdn._route import Route, last_route
-from cake.gdn.plan import CHUNK, HEAD_DIM, Sequences
+from cake.gdn.plan import CHUNK, HEAD_DIM
 
 __all__ = ["Route", "chunk_gated_delta_rule", "last_route"]
 
 _GATE_DTYPES = (torch.float32, torch.bfloat16)
-_INDEX_DTYPES = (torch.int32, torch.int64)
 
 
 def chunk_gated_delta_rule(
@@ -120,12 +117,12 @@ def chunk_gated_delta_rule(
         state_v_first = transpose_state_layout
     if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
         raise ValueError("allow_neg_eigval=True needs use_beta_sigmoid_in_kernel=True, got False")
-    scale = HEAD_DIM**-0.5 if scale is None else _number("scale", scale)
+    scale = HEAD_DIM**-0.5 if scale is None else check_number("scale", scale)
 
     _check_inputs(q, k, v, g, beta)
     device, v_heads = q.device, v.shape[2]
     _check_gate(use_gate_in_kernel, A_log, dt_bias, v_heads, device)
-    seqs = _sequences(q, cu_seqlens, cu_seqlens_cpu)
+    seqs = sequences.of_call(q.shape[0], q.shape[1], device, cu_seqlens, cu_seqlens_cpu)
     if initial_state is not None:
         axes = ("V", "K") if state_v_first else ("K", "V")
         shape = {"N": seqs.n, "HV": v_heads, axes[0]: HEAD_DIM, axes[1]: HEAD_DIM}
@@ -206,9 +203,9 @@ def _check_inputs(
     check_tensor("beta", beta, shape=gate_shape, dtypes=_GATE_DTYPES, device=device)
     if device.type == "cuda" and tokens:
         for name, x in (("q", q), ("k", k), ("v", v)):
-            if not _autograd.is_aligned(x):
+            if not is_aligned(x):
                 raise ValueError(
-                    f"{name} must have its address and strides at multiples of {_autograd.ALIGNMENT} bytes, "
+                    f"{name} must have its address and strides at multiples of {ALIGNMENT} bytes, "
                     f"got address {x.data_ptr():#x} and strides {tuple(x.stride())} of 2 bytes"
                 )
 
@@ -228,64 +225,3 @@ def _check_gate(
         check_tensor(name, x, shape={"HV": v_heads}, dtypes=_GATE_DTYPES, device=device)
     if use_gate and a_log is None:
         raise ValueError("A_log must be given with use_gate_in_kernel=True, got None")
-
-
-def _sequences(
-    q: torch.Tensor, cu_seqlens: torch.Tensor | None, cu_seqlens_cpu: torch.Tensor | Sequence[int] | None
-) -> Sequences:
-    batch, tokens = q.shape[:2]
-    if cu_seqlens is None and cu_seqlens_cpu is None:
-        return plan.batched(batch, tokens)
-    if batch != 1:
-        raise ValueError(f"q must be [1, T, H, 128] with cu_seqlens, got B={batch}")
-    if cu_seqlens is not None:
-        _check_boundaries("cu_seqlens", cu_seqlens)
-    if cu_seqlens_cpu is not None:
-        bounds = _host_values("cu_seqlens_cpu", cu_seqlens_cpu)
-        if cu_seqlens is not None and cu_seqlens.shape[0] != len(bounds):
-            raise ValueError(
-                f"cu_seqlens must have as many values as cu_seqlens_cpu, {len(bounds)}, "
-                f"got {cu_seqlens.shape[0]}"
-            )
-        return plan.packed(bounds, tokens, name="cu_seqlens_cpu")
-    assert cu_seqlens is not None
-    if cu_seqlens.device.type == "cpu":
-        return plan.packed(cu_seqlens.tolist(), tokens, name="cu_seqlens")
-    if cu_seqlens.device != q.device:
-        raise ValueError(f"cu_seqlens must be on {q.device} or the CPU, got {cu_seqlens.device}")
-    if not cu_seqlens.is_contiguous():
-        raise ValueError(f"cu_seqlens must be contiguous, got stride {cu_seqlens.stride(0)}")
-    return plan.packed_on_device(cu_seqlens, tokens)
-
-
-def _number(name: str, x: Any) -> float:
-    if not isinstance(x, Real):
-        raise TypeError(f"{name} must be a number, got {type(x).__name__}")
-    number = float(x)
-    if not math.isfinite(number):
-        raise ValueError(f"{name} must be finite, got {x!r}")
-    return number
-
-
-def _check_boundaries(name: str, x: Any) -> None:
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-    if x.dim() != 1 or x.shape[0] < 2:
-        raise ValueError(f"{name} must be [N + 1] with N >= 1, got {list(x.shape)}")
-    if x.dtype not in _INDEX_DTYPES:
-        raise ValueError(f"{name} must be int32 or int64, got {str(x.dtype).removeprefix('torch.')}")
-
-
-def _host_values(name: str, x: torch.Tensor | Sequence[int]) -> list[int]:
-    if isinstance(x, torch.Tensor):
-        if x.device.type != "cpu":
-            raise ValueError(f"{name} must be on the CPU, got {x.device}")
-        _check_boundaries(name, x)
-        return [int(value) for value in x.tolist()]
-    if not isinstance(x, (list, tuple, range)):
-        raise TypeError(f"{name} must be a CPU tensor or a list of ints, got {type(x).__name__}")
-    try:
-        return [index(value) for value in x]
-    except TypeError:
-        kinds = sorted({type(value).__name__ for value in x})
-        raise ValueError(f"{name} must hold ints, got {', '.join(kinds)}") from None

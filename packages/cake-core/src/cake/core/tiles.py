@@ -1,4 +1,7 @@
-"""How the torch twins lay tokens out: chunks gathered into padded tiles that are worked on at once."""
+"""How torch twins of kernels lay tokens out: chunks gathered into padded tiles that are worked on at once.
+
+Data movement alone: nothing here rounds, but for the conversion of bf16 to fp32, which is exact.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,9 @@ from collections.abc import Iterator
 
 import torch
 
-from cake.gdn.plan import CHUNK, Sequences
+from cake.core.sequences import CHUNK, Sequences
+
+__all__ = ["TILE", "Group", "Tile", "blocks", "groups"]
 
 # Chunks times heads worked on at once, 64 x 128 fp32 values each: what a core's cache holds, or fills a GPU.
 TILE = {"cpu": 32, "cuda": 4096}

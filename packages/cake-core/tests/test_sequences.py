@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from cake.gdn import plan
+from cake.core import sequences
 
 
 def random_lengths(seed):
@@ -27,7 +27,7 @@ def pack(lengths):
     bounds = [0]
     for length in lengths:
         bounds.append(bounds[-1] + length)
-    return plan.packed(bounds, bounds[-1])
+    return sequences.packed(bounds, bounds[-1])
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -37,8 +37,8 @@ def test_chunks_cover_every_token_once(seed):
     owner = [(n, i) for n, length in enumerate(lengths) for i in range(length)]
     seen = []
     for n, c, start, rows in seqs.chunks:
-        assert 1 <= rows <= plan.CHUNK
-        assert owner[start] == (n, c * plan.CHUNK)
+        assert 1 <= rows <= sequences.CHUNK
+        assert owner[start] == (n, c * sequences.CHUNK)
         assert owner[start + rows - 1][0] == n
         seen += range(start, start + rows)
     assert seen == list(range(sum(lengths)))
@@ -68,18 +68,18 @@ def test_capacities_of_unread_boundaries_hold_every_pack(seed):
     lengths = random_lengths(seed)
     exact = pack(lengths)
     cu = torch.tensor(exact.boundaries)
-    bound = plan.packed_on_device(cu, exact.total)
+    bound = sequences.packed_on_device(cu, exact.total)
     assert bound.boundaries is None
     assert bound.cu_device is cu
     assert bound.n == exact.n
     assert bound.chunk_capacity >= exact.chunk_capacity
     assert bound.boundary_capacity >= exact.boundary_capacity
     # Linear in the tokens: a tape never pays a chunk for each of many short sequences.
-    assert bound.boundary_capacity <= exact.total // plan.CHUNK
+    assert bound.boundary_capacity <= exact.total // sequences.CHUNK
 
 
 def test_unread_boundaries_stay_unread():
-    seqs = plan.packed_on_device(torch.tensor([0, 5]), 5)
+    seqs = sequences.packed_on_device(torch.tensor([0, 5]), 5)
     with pytest.raises(RuntimeError, match="never read back"):
         _ = seqs.chunks
 
@@ -87,7 +87,7 @@ def test_unread_boundaries_stay_unread():
 @pytest.mark.parametrize("tokens", [0, 1, 63, 64, 65, 200])
 @pytest.mark.parametrize("batch", [1, 2, 5])
 def test_a_batch_is_a_pack_of_its_rows(batch, tokens):
-    rows, seqs = plan.batched(batch, tokens), pack([tokens] * batch)
+    rows, seqs = sequences.batched(batch, tokens), pack([tokens] * batch)
     assert rows.boundaries == seqs.boundaries
     assert rows.chunks == seqs.chunks
     assert (rows.chunk_capacity, rows.boundary_capacity) == (seqs.chunk_capacity, seqs.boundary_capacity)
@@ -96,12 +96,12 @@ def test_a_batch_is_a_pack_of_its_rows(batch, tokens):
 
 def test_plans_depend_on_values_alone():
     bounds = [0, 3, 9]
-    first = plan.packed(bounds, 9)
+    first = sequences.packed(bounds, 9)
     bounds[1] = 5
-    second = plan.packed(bounds, 9)
+    second = sequences.packed(bounds, 9)
     assert first.lengths == (3, 6)
     assert second.lengths == (5, 4)
-    assert plan.packed((0, 3, 9), 9) is first
+    assert sequences.packed((0, 3, 9), 9) is first
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_plans_depend_on_values_alone():
 )
 def test_boundaries_that_do_not_fit(bounds, message):
     with pytest.raises(ValueError, match=message):
-        plan.packed(bounds, 9, name="cu")
+        sequences.packed(bounds, 9, name="cu")
 
 
 def test_many_sequences():
@@ -128,3 +128,52 @@ def test_many_sequences():
     assert seqs.chunk_capacity == 15000
     assert seqs.slots(with_edge=False) == 0
     assert seqs.slots(with_edge=True) == 15000
+
+
+class TestOfCall:
+    """The forms that a call takes; ops test the errors that their users see."""
+
+    CPU = torch.device("cpu")
+
+    @pytest.mark.parametrize(
+        ("cu", "host"),
+        [
+            (None, [0, 3, 9]),
+            (None, (0, 3, 9)),
+            (None, torch.tensor([0, 3, 9], dtype=torch.int32)),
+            (torch.tensor([0, 3, 9]), None),
+            (torch.tensor([0, 5, 9]), torch.tensor([0, 3, 9])),
+        ],
+        ids=["list", "tuple", "host tensor", "tensor on the CPU", "both: the host's"],
+    )
+    def test_all_give_the_same_plan(self, cu, host):
+        assert sequences.of_call(1, 9, self.CPU, cu, host) is sequences.packed((0, 3, 9), 9)
+
+    def test_without_boundaries_rows_are_sequences(self):
+        assert sequences.of_call(3, 9, self.CPU, None, None) is sequences.batched(3, 9)
+
+    def test_a_batch_is_not_packed(self):
+        with pytest.raises(ValueError, match="B=2"):
+            sequences.of_call(2, 9, self.CPU, None, [0, 9])
+
+    def test_boundaries_on_the_inputs_device_stay_unread(self):
+        meta = torch.empty(3, dtype=torch.int32, device="meta")
+        seqs = sequences.of_call(1, 9, meta.device, meta, None)
+        assert seqs.cu_device is meta
+        assert seqs.boundaries is None
+
+    @pytest.mark.parametrize(
+        ("cu", "host", "error", "part"),
+        [
+            ([0, 9], None, TypeError, "cu_seqlens must be a torch.Tensor"),
+            (torch.empty(2, dtype=torch.int32, device="meta"), None, ValueError, "or the CPU, got meta"),
+            (None, "0 9", TypeError, "a CPU tensor or a list of ints, got str"),
+            (None, [0.0, 9.0], ValueError, "must hold ints, got float"),
+            (None, torch.empty(2, dtype=torch.int32, device="meta"), ValueError, "on the CPU, got meta"),
+            (torch.tensor([0, 3, 9]), [0, 9], ValueError, "as many values as cu_seqlens_cpu, 2, got 3"),
+        ],
+        ids=["list", "device", "text", "floats", "host form on a device", "lengths"],
+    )
+    def test_refused(self, cu, host, error, part):
+        with pytest.raises(error, match=part):
+            sequences.of_call(1, 9, self.CPU, cu, host)

@@ -1,0 +1,51 @@
+"""Around an op's stages: the device and precision they run in, and layouts that kernels can load."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+__all__ = ["ALIGNMENT", "is_aligned", "loadable", "running_on"]
+
+#: CUDA kernels load 16 bytes at a time.
+ALIGNMENT = 16
+
+
+def is_aligned(x: torch.Tensor) -> bool:
+    """Whether kernels can load x as it lies: last dimension contiguous, all the rest at 16 bytes."""
+    size = x.element_size()
+    return (
+        x.stride(-1) == 1
+        and x.data_ptr() % ALIGNMENT == 0
+        and all(
+            stride * size % ALIGNMENT == 0
+            for stride, extent in zip(x.stride()[:-1], x.shape[:-1], strict=True)
+            if extent > 1
+        )
+    )
+
+
+def loadable(x: torch.Tensor) -> torch.Tensor:
+    """x as it lies, or a contiguous copy where its last dimension is expanded or strided.
+
+    For gradients that autograd hands in, whose layout nobody chose. On a GPU also a copy of what isn't
+    aligned.
+    """
+    plain = is_aligned(x) if x.device.type == "cuda" else x.stride(-1) == 1
+    return x if plain else x.clone(memory_format=torch.contiguous_format)
+
+
+def running_on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Around the stages: their own precisions in any autocast region, and the tensors' GPU as current one."""
+    autocast = torch.is_autocast_enabled(device.type)
+    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
+    if not autocast and not elsewhere:
+        return contextlib.nullcontext()
+    stack = contextlib.ExitStack()
+    if autocast:
+        stack.enter_context(torch.autocast(device.type, enabled=False))
+    if elsewhere:
+        stack.enter_context(torch.cuda.device(device))
+    return stack
