@@ -119,8 +119,8 @@ def build_all(
 
         how = "failed"
         try:
-            entry = loader.prebuilt(op, record) or loader.ensure(package, record, on_build=begun)
-            loader.remember(op, record, entry)
+            entry = loader.prebuilt(op, package, record) or loader.ensure(package, record, on_build=begun)
+            loader.remember(op, package, record, entry)
             how = "ready"
             return entry
         finally:

@@ -65,7 +65,8 @@ TVM_FFI = "tvm_ffi"  # the name of the link to the installed package inside a bu
 
 _LIBRARY = re.compile(r"[a-z][a-z0-9_]*\Z")
 _FUNCTION = re.compile(r"[A-Za-z_]\w*\Z")
-_RECORD_FIELDS = ("library", "arch", "sources", "flags", "functions", "allow")
+_RECORD_FIELDS = ("library", "arch", "sources", "flags", "functions", "allow", "link")
+_LIBRARIES = ("cuda",)  # what a record may link besides: the driver
 # Flags that name files or folders, or that this module sets itself, would let a build depend on what isn't
 # in its key.
 _REFUSED_FLAGS = re.compile(
@@ -90,6 +91,7 @@ class Record:
         functions: what the library exports; checked when it is loaded.
         allow: kind of compiler remark ("spills", "serialized" or a code like "C7519") -> kernel names that
             may have it ("*": any).
+        link: further libraries: "cuda" is the driver, for sources that call it.
     """
 
     library: str
@@ -98,6 +100,7 @@ class Record:
     flags: tuple[str, ...] = ()
     functions: tuple[str, ...] = ()
     allow: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: MappingProxyType({}))
+    link: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -205,9 +208,11 @@ def _record(item: Any, wrong: Any) -> Record:
         kind: tuple(_strings(names, f"record {library!r}: allow.{kind}", wrong))
         for kind, names in allow.items()
     }
-    return Record(
-        library, str(arch), tuple(sources), tuple(flags), tuple(functions), MappingProxyType(allowed)
-    )
+    link = tuple(_strings(item.get("link", []), f"record {library!r}: link", wrong))
+    if set(link) - set(_LIBRARIES):
+        raise wrong(f"record {library!r}: link may name {', '.join(_LIBRARIES)} alone, got {list(link)}")
+    frozen = MappingProxyType(allowed)
+    return Record(library, str(arch), tuple(sources), tuple(flags), tuple(functions), frozen, link)
 
 
 def _strings(value: Any, what: str, wrong: Any) -> list[str]:
@@ -300,6 +305,11 @@ def compile_flags(package: Package, record: Record) -> tuple[str, ...]:
     return (*COMMON_FLAGS, *gencode, *record.flags, *include)
 
 
+def link_flags(record: Record) -> tuple[str, ...]:
+    """Every flag of the link; part of the key. The driver's symbols are found when it is loaded: no stub."""
+    return LINK_FLAGS[:3] if record.link else LINK_FLAGS
+
+
 def command(package: Package, record: Record, nvcc: Path, host: Path) -> list[str]:
     """The compiler's command line, to be run inside the build folder."""
     sources = [posixpath.join(package.root.name, source) for source in record.sources]
@@ -309,7 +319,7 @@ def command(package: Package, record: Record, nvcc: Path, host: Path) -> list[st
         str(host),
         *compile_flags(package, record),
         *sources,
-        *LINK_FLAGS,
+        *link_flags(record),
         "-o",
         f"{record.library}.so",
     ]
@@ -352,7 +362,7 @@ def source_key(package: Package, record: Record, files: Mapping[str, bytes]) -> 
             "library": record.library,
             "arch": record.arch,
             "sources": record.sources,
-            "flags": [*compile_flags(package, record), *LINK_FLAGS],
+            "flags": [*compile_flags(package, record), *link_flags(record)],
             "functions": record.functions,
             "allow": {kind: list(names) for kind, names in sorted(record.allow.items())},
             "tvm_ffi": tvm_ffi_version(),
@@ -367,7 +377,7 @@ def build_key(source: str, nvcc: Nvcc) -> str:
 
 
 def content_hash(where: KernelPackage | Path | str) -> str:
-    """sha256 (hex) over a package's ``build.json`` and every file that its records reach.
+    """sha256 (hex) over a package's ``build.json``, every file that its records reach, and its host modules.
 
     It names the kernels for a run's log and for ``configure(require=...)``: equal for an editable checkout
     and a wheel with the same bytes, whatever compiler, cache or machine.
@@ -379,6 +389,8 @@ def content_hash(where: KernelPackage | Path | str) -> str:
     files = {f"{package.root.name}/build.json": (package.root / "build.json").read_bytes()}
     for record in package.records:
         files.update(source_files(package, record))
+    for path in package.root.rglob("*.py"):
+        files[path.relative_to(package.root.parent).as_posix()] = path.read_bytes()
     return _digest([[name, hashlib.sha256(data).hexdigest()] for name, data in sorted(files.items())])
 
 

@@ -45,9 +45,9 @@ class Loaded:
 
 @dataclass
 class _State:
-    modules: dict[tuple[str, str, str], Any]
-    info: dict[tuple[str, str, str], Loaded]
-    ready: dict[tuple[str, str, str], cache.Entry]
+    modules: dict[tuple[str, str | None, str, str], Any]  # op, kernel package, library, arch
+    info: dict[tuple[str, str, str, str], Loaded]
+    ready: dict[tuple[str, Path, str, str], cache.Entry]  # the package's folder in place of its name
     forbidden: int
 
 
@@ -56,7 +56,7 @@ _lock = threading.RLock()
 _count_lock = threading.Lock()
 
 
-def load(op: str | OpSpec, library: str, *, arch: str) -> Any:
+def load(op: str | OpSpec, library: str, *, arch: str, package: str | None = None) -> Any:
     """The tvm-ffi module of one of an op's libraries; its functions are attributes.
 
     The first call may compile (about a minute per library); later ones are a dictionary lookup.
@@ -65,9 +65,10 @@ def load(op: str | OpSpec, library: str, *, arch: str) -> Any:
         op: an installed op's name, or a declaration.
         library: a ``library`` of the op's ``build.json``.
         arch: in any spelling that ``toolchain.parse_arch`` takes.
+        package: which of the op's kernel packages, where two have a library of that name.
 
     Raises:
-        ValueError: no such library.
+        ValueError: no such library or kernel package.
         NotImplementedError: the op has no kernels for ``arch``.
         NoBuildError: it would have to be built, under ``no_build()`` or CAKE_DISABLE_JIT=1.
         ToolchainError: it would have to be built, and nvcc or the host compiler is missing or too old; or
@@ -76,27 +77,27 @@ def load(op: str | OpSpec, library: str, *, arch: str) -> Any:
         BuildError: the compile failed, or the library can't be loaded.
     """
     name = op if isinstance(op, str) else op.name
-    module = _state.modules.get((name, library, arch))
+    module = _state.modules.get((name, package, library, arch))
     if module is not None:
         return module
     exact = toolchain.parse_arch(arch)
     with _lock:
-        key = (name, library, exact)
+        found, source, record = _record(op, library, exact, package)
+        key = (name, found, library, exact)
         module = _state.modules.get(key)
         if module is None:
-            package_name, package, record = _record(op, library, exact)
-            entry, module = _open(package, record, _state.ready.get(key))
+            entry, module = _open(source, record, prebuilt(name, source, record))
             _state.info[key] = Loaded(
                 name,
                 library,
                 exact,
-                package_name,
+                found,
                 str(entry.meta["source_key"]),
                 str(entry.meta["nvcc"]["version"]),
                 entry.library,
             )
             _state.modules[key] = module
-        _state.modules[(name, library, arch)] = module
+        _state.modules[(name, package, library, arch)] = module
         return module
 
 
@@ -118,6 +119,8 @@ def load_from(folder: KernelPackage | Path | str, library: str, *, arch: str) ->
 def _open(package: build.Package, record: build.Record, entry: cache.Entry | None) -> tuple[cache.Entry, Any]:
     import tvm_ffi
 
+    if "cuda" in record.link:
+        toolchain.expose_driver(record.library)
     for attempt in range(3):
         if entry is None:
             entry = ensure(package, record, run_here=True)
@@ -172,14 +175,21 @@ def _packages(op: str | OpSpec) -> list[tuple[str, build.Package]]:
     return [(package.name, build.read_package(package)) for package in spec.kernel_packages]
 
 
-def _record(op: str | OpSpec, library: str, arch: str) -> tuple[str, build.Package, build.Record]:
+def _record(
+    op: str | OpSpec, library: str, arch: str, package: str | None
+) -> tuple[str, build.Package, build.Record]:
     packages = _packages(op)
-    found = [(name, p, r) for name, p in packages if (r := p.record(library, arch)) is not None]
     name = op if isinstance(op, str) else op.name
+    if package is not None:
+        known = ", ".join(declared for declared, _ in packages) or "none"
+        packages = [item for item in packages if item[0] == package]
+        if not packages:
+            raise ValueError(f"{name} declares no kernel package {package!r}; it declares: {known}")
+    found = [(name, p, r) for name, p in packages if (r := p.record(library, arch)) is not None]
     if len(found) > 1:
         raise BuildError(
             f"{name}: two kernel packages have a library {library!r} for {arch}: "
-            f"{', '.join(f[0] for f in found)}"
+            f"{', '.join(f[0] for f in found)}; say which (package=...)"
         )
     if found:
         return found[0]
@@ -285,15 +295,15 @@ def no_build() -> Iterator[None]:
             _state.forbidden -= 1
 
 
-def remember(op: str, record: build.Record, entry: cache.Entry) -> None:
+def remember(op: str, package: build.Package, record: build.Record, entry: cache.Entry) -> None:
     """Note what prebuild made, so that ``load`` takes it without looking again, until ``release()``."""
     with _lock:
-        _state.ready[(op, record.library, record.arch)] = entry
+        _state.ready[(op, package.root, record.library, record.arch)] = entry
 
 
-def prebuilt(op: str, record: build.Record) -> cache.Entry | None:
+def prebuilt(op: str, package: build.Package, record: build.Record) -> cache.Entry | None:
     """The entry that this process has prebuilt for the record since the last ``release()``, if any."""
-    return _state.ready.get((op, record.library, record.arch))
+    return _state.ready.get((op, package.root, record.library, record.arch))
 
 
 def forget_prebuilt() -> None:

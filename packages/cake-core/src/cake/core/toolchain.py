@@ -298,6 +298,18 @@ def driver_cuda() -> tuple[int, int] | None:
     return value.value // 1000, value.value % 1000 // 10
 
 
+def expose_driver(what: str) -> None:
+    """Make the driver's functions visible to libraries that are loaded from now on and call them.
+
+    Raises:
+        ToolchainError: there is no driver; ``what`` names the library that needs it.
+    """
+    try:
+        ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)
+    except OSError as error:
+        raise ToolchainError(f"{what} calls the CUDA driver, which can't be loaded ({error})") from error
+
+
 def check_driver(version: str, what: str) -> None:
     """Refuse a library whose CUDA major is newer than the driver's, before anything is launched.
 

@@ -128,8 +128,7 @@ def _wrong_build(path: Path) -> list[str]:
         for record in package.records:
             build.source_files(package, record)
     except BuildError as error:
-        where = "" if str(path) in str(error) else f"{path}: "
-        return [where + str(error).replace("\n", "; ")]
+        return [f"{error.source or path}: {error.args[0]}"]
     return []
 
 
