@@ -54,9 +54,9 @@ class Tile:
         """fp32 [h, total] -> [count, h, 64], padded with the last value of the chunk."""
         return x[:, self.index].transpose(0, 1)
 
-    def inverse(self, t: torch.Tensor) -> torch.Tensor:
-        """bf16 [h, total, 64] -> fp32 [count, h, 64, 64], padded with 0."""
-        x = t[:, self.index].float().transpose(0, 1)
+    def rows_of(self, x: torch.Tensor) -> torch.Tensor:
+        """[h, total, d] -> fp32 [count, h, 64, d], padded with 0."""
+        x = x[:, self.index].float().transpose(0, 1)
         return x if self.pad is None else x.masked_fill(self.pad[:, None, :, None], 0)
 
     def states(self, tape: torch.Tensor, seqs: Sequences, edge: bool, *, after: bool) -> torch.Tensor:

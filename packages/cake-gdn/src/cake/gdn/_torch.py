@@ -99,7 +99,7 @@ def scan(
             norm = _grouped(tile.heads_of(prep.rk), v_heads)
             residual = tile.rows(values) - (grow * norm)[..., None] * (kc @ rounded)
             weighted = _bf16(tile.vectors(beta_rows)[..., None] * residual)
-            delta = tile.inverse(prep.t) @ weighted
+            delta = tile.rows_of(prep.t) @ weighted
             if o is not None:
                 qc = _grouped(tile.rows(queries), v_heads)
                 q_norm = _grouped(tile.heads_of(prep.rq), v_heads)
@@ -157,7 +157,7 @@ def adj(
             grad = tile.rows(grads)
             scores = _scores(qc, kc, q_norm, norm, decay, scale)
             d_delta = (fade * norm)[..., None] * (kc @ rounded) + scores.mT @ grad
-            adjoint = tile.inverse(prep.t).mT @ _bf16(d_delta)
+            adjoint = tile.rows_of(prep.t).mT @ _bf16(d_delta)
             tile.store(y.view(total, v_heads, v_dim), adjoint)
             read = qc.mT @ _bf16((scale * grow * q_norm)[..., None] * grad)
             erase = kc.mT @ _bf16((grow * norm * tile.vectors(beta_rows))[..., None] * adjoint)
@@ -218,7 +218,7 @@ def out(
         adj_state = tile.states(adj_states, seqs, adj_edge, after=True)
 
         residual = value - grow[..., None] * (kg @ state.mT)
-        delta = _bf16(tile.inverse(prep.t) @ _bf16(gate * residual))
+        delta = _bf16(tile.rows_of(prep.t) @ _bf16(gate * residual))
         d_scores = _bf16(scale * mask * (grad @ delta.mT))
         # m dL is rounded once and serves row i and column j of a pair alike: they cancel in dg.
         live = (gate.abs() >= LEAST_BETA).float()
