@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import posixpath
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -117,14 +117,12 @@ def vendor_miles_pr(
         if REGISTRY not in there:
             raise VendorError(f"{path} at {exact[:12]} has no {REGISTRY}")
         programs = _programs(_git.blob(checkout, there[REGISTRY]), f"{path}/{REGISTRY}", there)
-        shims = {file: _shim(want, file) for file in there if _shim(want, file) is not None}
-        for pattern in want.host_shim:
-            if not any(fnmatchcase(file, pattern) for file in there):
-                raise VendorError(f"{pattern!r} (--host-shim) matches no file of {path} at {exact[:12]}")
+        shims = _shims(want, there, programs, f"{path} at {exact[:12]}")
         chosen = {**select(there, want.files, name, exact), REGISTRY: there[REGISTRY]}
-        files = {file: blob for file, blob in chosen.items() if file not in shims}
+        replaced = [f for f in chosen if any(fnmatchcase(f, pattern) for pattern in want.host_shim)]
+        files = {file: blob for file, blob in chosen.items() if file not in replaced}
         bytes_of = {file: _git.blob(checkout, blob) for file, blob in files.items()}
-        made = {file: _render(repo, str(t), file, name, programs) for file, t in shims.items()}
+        made = {file: _render(repo, template, file, name, programs) for file, template in shims.items()}
         records = _records(programs, {*files, *made}, want, f"{path}/{REGISTRY}")
         build = {"schema": 1, "include": ["csrc", *want.include], "records": records}
         made["build.json"] = (json.dumps(build, indent=2) + "\n").encode()
@@ -245,15 +243,27 @@ def _records(programs: list[_Program], files: set[str], want: Generated, where: 
 # ---- the host shim
 
 
-def _shim(want: Generated, file: str) -> str | None:
-    return next((t for pattern, t in want.host_shim.items() if fnmatchcase(file, pattern)), None)
+def _shims(want: Generated, files: Iterable[str], programs: list[_Program], where: str) -> dict[str, str]:
+    """file -> the template in its place, of the files that the package includes and somebody compiles."""
+    shims = {}
+    for pattern, template in want.host_shim.items():
+        matched = [file for file in files if fnmatchcase(file, pattern)]
+        if not matched:
+            raise VendorError(f"{pattern!r} (--host-shim) matches no file of {where}")
+        shims.update(dict.fromkeys(matched, template))
+    include = want.files.include
+    listed = {file for program in programs for names in program.sources.values() for file in names}
+    return {
+        file: template
+        for file, template in shims.items()
+        if (file in listed or not file.endswith(".cu"))
+        and (not include or any(fnmatchcase(file, pattern) for pattern in include))
+    }
 
 
 def _render(repo: Path, template: str, file: str, package: str, programs: list[_Program]) -> bytes:
     if not plain(template) or not (repo / template).is_file():
-        raise VendorError(
-            f"a host-shim template must be a file of {repo}, named from there, got {template!r}"
-        )
+        raise VendorError(f"a host-shim template must be a file inside {repo}, got {template!r}")
     text = (repo / template).read_bytes().decode("utf-8")
     values = {"package": package}
     users = [p for p in programs if any(file in names for names in p.sources.values())]
@@ -262,12 +272,9 @@ def _render(repo: Path, template: str, file: str, package: str, programs: list[_
 
     def value(match: re.Match[str]) -> str:
         if match[1] not in values:
-            why = (
-                f"{len(users)} programs list it" if match[1] in ("program", "kernel", "entry") else "unknown"
-            )
-            raise VendorError(
-                f"{template} can't be put in place of {file}: {match.group()} has no value ({why})"
-            )
+            known = match[1] in ("program", "kernel", "entry")
+            why = f"has no value, since {len(users)} programs list that file" if known else "is unknown"
+            raise VendorError(f"{template} can't be put in place of {file}: {match.group()} {why}")
         return values[match[1]]
 
     return _PLACEHOLDER.sub(value, text).encode()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,12 @@ def _expected(upstream: Path, commit: str, name: str, package: Mapping[str, Any]
     added = set(package.get("added", ()))
     if package["source"] == "miles-pr":
         files = {file: blob for file, blob in files.items() if belongs(file)}
-        chosen = {**select(files, want, name, commit), REGISTRY: files.get(REGISTRY, "")}
+        replaced = options.get("host_shim", {})
+        chosen = {
+            file: blob
+            for file, blob in {**select(files, want, name, commit), REGISTRY: files.get(REGISTRY, "")}.items()
+            if not any(fnmatchcase(file, pattern) for pattern in replaced)
+        }
     else:
         chosen = select(files, want, name, commit)
         added = set()  # a build.json of ours beside one of theirs would be a difference
