@@ -24,31 +24,51 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--jobs", type=int, metavar="N", help="compilers at once (CAKE_JOBS, MAX_JOBS, else CPUs)"
     )
+    parser.add_argument(
+        "--list", action="store_true", help="build nothing: say what is served on which architecture"
+    )
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    """Build; 0 where everything is in the cache afterwards, 1 where something failed."""
-    from cake.core import _prebuild, cache, registry
+    """Build; 0 where everything is in the cache afterwards, 1 where something failed or isn't served."""
+    from cake.core import _prebuild, _served, cache, registry, toolchain
 
     ops = args.op or [spec.name for spec in registry.ops()]
     if not ops:
         print("cake prebuild: no ops are installed (try: pip install cake-gdn)", file=sys.stderr)
         return 1
     try:
-        archs = _prebuild.architectures(args.device, args.arch)
+        if args.list and args.arch is None and args.device is None:
+            archs = tuple(toolchain.MIN_CUDA)
+        else:
+            archs = _prebuild.architectures(args.device, args.arch)
     except ValueError as error:
         print(f"cake prebuild: {error}", file=sys.stderr)
         return 2
+    # A misspelt name and what nobody serves are said before anything is compiled.
+    rows = [_served.served(op, arch) for op in ops for arch in archs]
+    if args.list:
+        for arch in archs:
+            print(_served.compiler(arch))
+            for row in rows:
+                if row.arch == arch:
+                    print(f"  {row.sentence}")
+        print(_served.OTHERWISE)
+        return 0
+    partial = [row.sentence for row in rows if not row.packages or row.lacking]
+    for sentence in [*partial, _served.OTHERWISE] if partial else ():
+        print(f"cake prebuild: {sentence}", file=sys.stderr)
     for op in ops:
-        registry.op_spec(op)  # a misspelt name fails before anything is compiled
-    for op in ops:
+        wanted = tuple(row.arch for row in rows if row.op == op and row.packages)
+        if not wanted:
+            continue
         if sys.stderr.isatty():
-            _prebuild.prebuild(op, arch=archs, max_workers=args.jobs)
+            _prebuild.prebuild(op, arch=wanted, max_workers=args.jobs)
         else:
-            _prebuild.build_all(op, archs, args.jobs, _line)
+            _prebuild.build_all(op, wanted, args.jobs, _line)
     print(cache.folder())
-    return 0
+    return 0 if all(row.packages for row in rows) else 1
 
 
 def _line(text: str) -> None:
