@@ -39,7 +39,13 @@ for folder in sys.argv[1:]:
         loader.load_from(folder, record.library, arch=record.arch)
         print("compiled", record.library)
 """
-BUILDING = ["build>=1.2", "hatchling>=1.27", "virtualenv>=20.26"]
+BUILDING = [
+    "build>=1.2",
+    "hatchling==1.33.0",  # the version that builds releases: it decides their bytes
+    "packaging>=22",
+    "tomli>=2; python_version < '3.11'",
+    "virtualenv>=20.26",
+]
 
 # In a background job of a shell this signal is ignored, and children inherit that; some tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -148,6 +154,14 @@ def wheels(session: nox.Session) -> None:
     """Build every wheel and sdist, then install them into clean environments and use them there."""
     session.install("-q", *BUILDING, *TESTING)
     session.run("pytest", "--confcutdir=tests/wheels", "--timeout=1200", "tests/wheels", *session.posargs)
+
+
+@nox.session(reuse_venv=True)
+def compat(session: nox.Session) -> None:
+    """Test every version of every op with every cake-core that it accepts; `-- --tree-only` for a part."""
+    session.install("-q", *BUILDING)
+    words = session.posargs if "--" in session.posargs else [*session.posargs, "--", "-n", workers()]
+    session.run("python", "-u", "tools/compat.py", "--torch", TORCH, *words)
 
 
 @nox.session(venv_backend="none")

@@ -58,6 +58,14 @@ def test_tools_have_one_version() -> None:
         assert len(found) == 1, (tool, found)
 
 
+def test_releases_are_built_by_one_hatchling() -> None:
+    texts = [(ROOT / name).read_text(encoding="utf-8") for name in ("noxfile.py", "RELEASING.md")]
+    pinned = {version for text in texts for version in re.findall(r"hatchling==([\d.]+)", text)}
+    named = re.findall(r'^HATCHLING = "([\d.]+)"', (ROOT / "tools/release_build.py").read_text("utf-8"), re.M)
+    assert pinned == set(named)
+    assert len(named) == 1
+
+
 def test_demo_trains_and_repeats_its_bits(tmp_path: Path) -> None:
     """The demo's own verdict is its exit status: 0 only if the repeated steps have the same bits."""
     words = ["examples/demo/train.py", "--smoke", "--device", "cpu", "--out", str(tmp_path)]
