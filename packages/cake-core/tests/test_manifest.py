@@ -99,10 +99,18 @@ def test_what_cannot_be_told_is_none_with_the_reason(toy: Any, monkeypatch: pyte
 
 def test_the_record_of_vendored_copies_is_shown(toy: Any) -> None:
     root = registry.op_spec("toy").kernel_packages[0].root()
-    record = {"packages": {"cake": {"source": "self", "commit": "c0ffee", "files": {}}}}
-    (root.parent / "_vendor").mkdir()
+    record = {"packages": {"cake": {"source": "self", "commit": "c0ffee", "files": {"x.cuh": "f00d"}}}}
+    file = root.parent / "_vendor" / "cake" / "x.cuh"
+    file.parent.mkdir(parents=True)
+    file.write_text("// x")
     (root.parent / "_vendor" / "VENDORED.json").write_text(json.dumps(record))
-    assert manifest()["ops"]["toy"]["vendored"] == {"cake": {"source": "self", "commit": "c0ffee"}}
+    before = manifest()["ops"]["toy"]["vendored"]["cake"]
+    assert (before["source"], before["commit"]) == ("self", "c0ffee")
+    assert before["content_hash"].startswith("sha256:")
+    file.write_text("// y")
+    assert manifest()["ops"]["toy"]["vendored"]["cake"]["content_hash"] != before["content_hash"]
+    file.unlink()
+    assert manifest()["ops"]["toy"]["vendored"]["cake"]["content_hash"] is None
 
 
 def test_what_was_loaded_is_listed_with_its_compiler(toy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +119,8 @@ def test_what_was_loaded_is_listed_with_its_compiler(toy: Any, monkeypatch: pyte
     assert manifest()["loaded"] == []
     item = loader.Loaded("toy", "toy", "sm_90a", "toy", "0" * 64, "13.0.88", Path("/cache/toy.so"))
     monkeypatch.setattr(loader, "loaded", lambda: (item,))
-    assert manifest()["loaded"] == [{"op": "toy", "library": "toy", "arch": "sm_90a", "nvcc": "13.0.88"}]
+    row = {"op": "toy", "package": "toy", "library": "toy", "arch": "sm_90a", "nvcc": "13.0.88"}
+    assert manifest()["loaded"] == [{**row, "source_key": "0" * 64}]
 
 
 def test_a_process_that_only_asks_for_the_manifest_loads_no_torch(toy_folder: Path) -> None:
@@ -218,3 +227,81 @@ def test_requirements_are_not_about_ops_that_are_selected(toy: Any) -> None:
     config.configure({toy.option: "other"}, require={"toy": "==1.0"})
     with pytest.raises(ConfigError, match=r"cake-toy==2\.0"):
         config.configure({toy.option: "other"}, require={"toy": "==2.0"})
+
+
+# ---- a run that goes on
+
+
+@pytest.fixture
+def saved(toy: Any, tmp_path: Path) -> Path:
+    """The manifest that a run logged at its start, with the kernels it had."""
+    spec = registry.op_spec("toy")
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(manifest()))
+    assert set(json.loads(path.read_text())["ops"]["toy"]["kernel_packages"]) == {
+        package.name for package in spec.kernel_packages
+    }
+    return path
+
+
+def test_a_run_goes_on_with_the_kernels_it_had(
+    toy: Any, saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    require = json.loads(saved.read_text())["ops"]
+    config.configure(toy.args(), require=require)
+    required = manifest()["require"]["toy"]
+    assert required == {"kernel_packages": {"toy": {"content_hash": kernels(toy)}}}
+    assert cli.main(["doctor"]) in (0, 1)
+    assert "the kernels of a saved manifest" in capsys.readouterr().out
+    config.configure(toy.args(), require={"toy": require["toy"]["kernels"]})
+    assert cli.main(["manifest", "--require", str(saved)]) == 0
+
+
+def test_a_run_is_not_resumed_on_other_kernels(
+    toy: Any, saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    require = json.loads(saved.read_text())["ops"]
+    then = require["toy"]["kernel_packages"]["toy"]["content_hash"]
+    source = registry.op_spec("toy").kernel_packages[0].root() / "toy.cu"
+    source.write_text(source.read_text() + "// one more line\n")
+    now = kernels(toy)
+    assert now != then
+    with pytest.raises(ConfigError, match=rf"package 'toy' must be {then}, got {now}"):
+        config.configure(toy.args(), require=require)
+    with pytest.raises(ConfigError, match=rf"op 'toy' must have kernels {then}, got {now}"):
+        config.configure(toy.args(), require={"toy": then})
+    assert not config.configured()
+    assert cli.main(["manifest", "--require", str(saved)]) == 1
+    said = capsys.readouterr()
+    assert then in said.err
+    assert now in said.err
+    assert "cake-toy 1.0 then, 1.0 now" in said.err
+    assert said.out == ""
+    source.unlink()
+    with pytest.raises(ConfigError, match=rf"must be {then}, got can't be told \(toy: source csrc/toy\.cu"):
+        config.configure(toy.args(), require=require)
+
+
+def test_a_package_that_came_or_went_is_named(toy: Any, saved: Path) -> None:
+    entry = json.loads(saved.read_text())["ops"]["toy"]
+    packages = entry["kernel_packages"]
+    more = {**packages, "more": {"content_hash": "sha256:" + "1" * 64}}
+    with pytest.raises(ConfigError, match=f"package 'more' must be sha256:{'1' * 64}, got absent"):
+        config.configure(require={"toy": {**entry, "kernel_packages": more}})
+    with pytest.raises(ConfigError, match="package 'toy' must be absent, got sha256:"):
+        config.configure(require={"toy": {**entry, "kernel_packages": {}}})
+    unknown = {"toy": {"content_hash": None}}
+    with pytest.raises(ConfigError, match="package 'toy' must be known, but was not, got sha256:"):
+        config.configure(require={"toy": {**entry, "kernel_packages": unknown}})
+    for wrong in ({"version": "1.0"}, {"kernel_packages": {"toy": "sha256:1"}}):
+        with pytest.raises(ConfigError, match=r"or the op's entry of a saved manifest"):
+            config.configure(require={"toy": wrong})
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", "3"])
+def test_a_file_that_is_no_manifest(
+    toy: Any, tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "x.json").write_text(text)
+    assert cli.main(["manifest", "--require", str(tmp_path / "x.json")]) == 1
+    assert "x.json can't be read as a saved manifest" in capsys.readouterr().err

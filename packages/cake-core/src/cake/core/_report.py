@@ -233,7 +233,10 @@ def _settings(report: Report) -> None:
                 f"fla is on ({row.source}) and this version can't register ops with flash-linear-attention: "
                 f"configure() will refuse it"
             )
-    rows += [(f"{name}.require", demand) for name, demand in config.requirements().items()]
+    for name, demand in config.requirements().items():
+        rows.append(
+            (f"{name}.require", demand if isinstance(demand, str) else "the kernels of a saved manifest")
+        )
     readers = {variable: s.name for s in SETTINGS.values() for variable in s.variables}
     variables = report.sections.setdefault("Environment", [])
     for variable in env.VARIABLES:

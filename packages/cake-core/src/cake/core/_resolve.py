@@ -36,7 +36,7 @@ class Configuration:
     deterministic: bool = False
     ops: Mapping[str, OpSettings] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
-    require: Mapping[str, str] = field(default_factory=dict)
+    require: Mapping[str, Any] = field(default_factory=dict)
 
 
 def variant_key(op: str) -> str:
@@ -150,7 +150,7 @@ def _op_settings(spec: OpSpec, args: Args, deterministic: bool) -> OpSettings:
 
 
 def resolve_args(
-    args: Args, overrides: Mapping[str, Any], require: Mapping[str, str]
+    args: Args, overrides: Mapping[str, Any], require: Mapping[str, Any]
 ) -> tuple[Configuration, dict[str, Any]]:
     """The configuration that ``args`` ask for, and the values that ``validate_args`` writes back.
 

@@ -77,7 +77,7 @@ def validate_args(args: Any) -> Any:
     return args
 
 
-def configure(args: Any = None, *, require: Mapping[str, str] | None = None, **overrides: Any) -> None:
+def configure(args: Any = None, *, require: Mapping[str, Any] | None = None, **overrides: Any) -> None:
     """Replace the whole configuration of this process. All or nothing: an error leaves the old one in place.
 
     Args:
@@ -85,7 +85,8 @@ def configure(args: Any = None, *, require: Mapping[str, str] | None = None, **o
             framework's own and ignored, except the options that select ops and ``deterministic_mode``. None
             configures nothing but the keywords.
         require: op -> a version specifier (``"==0.1.*"``) or a kernel content hash (``"sha256:…"``, also a
-            prefix of at least 12 digits) that the installed op must have.
+            prefix of at least 12 digits) that the installed op must have, or its entry of a saved manifest
+            (``require=saved["ops"]``), whose kernel packages must be unchanged.
         **overrides: single values by the same names (``deterministic_mode=True``,
             ``cake_gdn_variant="det"``); they win over ``args``.
 
@@ -144,7 +145,7 @@ def reset() -> None:
 
 @contextmanager
 def temporary(
-    args: Any = None, *, require: Mapping[str, str] | None = None, **overrides: Any
+    args: Any = None, *, require: Mapping[str, Any] | None = None, **overrides: Any
 ) -> Iterator[None]:
     """``configure`` for the length of a ``with`` block; then the old configuration is back.
 
@@ -274,7 +275,7 @@ def pool_bytes() -> int:
     return 0 if state is None else int(state.settings.get("workspace_pool_bytes", 0))
 
 
-def requirements() -> Mapping[str, str]:
+def requirements() -> Mapping[str, Any]:
     """What ``configure(require=…)`` was given, and found true."""
     return (_state or _UNCONFIGURED).require
 

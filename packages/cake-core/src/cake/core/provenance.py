@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Mapping
 from importlib import metadata
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from . import config, registry
@@ -69,12 +69,13 @@ def kernel_hash(spec: OpSpec, records: Mapping[str, Mapping[str, Any]] | None = 
     return f"sha256:{hashlib.sha256(json.dumps(sorted(hashes.items())).encode()).hexdigest()}"
 
 
-def check_requirements(require: Mapping[str, str]) -> None:
+def check_requirements(require: Mapping[str, Any]) -> None:
     """Compare the installed ops with what a run demands.
 
     Args:
         require: op -> a version specifier (PEP 440, ``">=0.1,<0.2"``) or a content hash (``"sha256:…"`` or
-            bare hexadecimal digits, at least the first 12).
+            bare hexadecimal digits, at least the first 12), or the op's entry of a saved manifest, whose
+            kernel packages must all have the hashes that they had then.
 
     Raises:
         UnknownOpError: an op isn't installed.
@@ -83,6 +84,9 @@ def check_requirements(require: Mapping[str, str]) -> None:
     """
     for name, demand in require.items():
         spec = registry.op_spec(name)
+        if isinstance(demand, Mapping):
+            _check_packages(spec, demand)
+            continue
         if not isinstance(demand, str):
             raise ConfigError(
                 f"require[{name!r}] must be a version specifier or a content hash, got {demand!r}"
@@ -107,6 +111,32 @@ def _check_hash(spec: OpSpec, wanted: str) -> None:
         raise ConfigError(
             f"op {spec.name!r} must have kernels sha256:{wanted}, got {found} ({spec.distribution}"
             f" {op_version(spec) or 'of unknown version'}): its results may differ in their bits"
+        )
+
+
+def _check_packages(spec: OpSpec, saved: Mapping[str, Any]) -> None:
+    """Compare each kernel package with what a manifest said of it: ``saved`` is the op's entry there."""
+    recorded = saved.get("kernel_packages")
+    if not isinstance(recorded, Mapping) or not all(isinstance(item, Mapping) for item in recorded.values()):
+        raise ConfigError(
+            f"require[{spec.name!r}] must be a version specifier, a content hash or the op's entry of a "
+            f"saved manifest (with kernel_packages), got an object of {', '.join(map(str, saved)) or 'none'}"
+        )
+    now = {package.name: package_record(package) for package in spec.kernel_packages}
+    differences = []
+    for name in sorted({*recorded, *now}):
+        wanted = recorded[name].get("content_hash") if name in recorded else "absent"
+        found = now[name]["content_hash"] if name in now else "absent"
+        if wanted is None or found is None or wanted != found:
+            why = now[name]["error"] if name in now and found is None else None
+            told = f"can't be told ({why})" if why else found
+            differences.append(f"package {name!r} must be {wanted or 'known, but was not'}, got {told}")
+    if differences:
+        then = saved.get("version") or "of unknown version"
+        raise ConfigError(
+            f"op {spec.name!r} has other kernels than the saved manifest ({spec.distribution} {then} then, "
+            f"{op_version(spec) or 'of unknown version'} now), so its results may differ in their bits: "
+            + "; ".join(differences)
         )
 
 
@@ -175,8 +205,21 @@ def _vendored(spec: OpSpec) -> dict[str, Any]:
         except (OSError, ValueError, AttributeError):
             continue
         for name, entry in recorded.items():
-            found[name] = {"source": entry.get("source"), "commit": entry.get("commit")}
+            found[name] = {
+                "source": entry.get("source"),
+                "commit": entry.get("commit"),
+                "content_hash": _copy_hash(path.parent / name, entry.get("files", {})),
+            }
     return found
+
+
+def _copy_hash(folder: Path, files: Mapping[str, Any]) -> str | None:
+    """sha256 over the names and bytes of a copy's files, as they are now; None where one can't be read."""
+    try:
+        found = [[name, hashlib.sha256((folder / name).read_bytes()).hexdigest()] for name in sorted(files)]
+    except OSError:
+        return None
+    return f"sha256:{hashlib.sha256(json.dumps(found).encode()).hexdigest()}"
 
 
 def _loaded() -> list[dict[str, str]]:
@@ -185,16 +228,31 @@ def _loaded() -> list[dict[str, str]]:
     if loader is None:
         return []
     return [
-        {"op": item.op, "library": item.library, "arch": item.arch, "nvcc": item.nvcc}
+        {
+            "op": item.op,
+            "package": item.package,
+            "library": item.library,
+            "arch": item.arch,
+            "nvcc": item.nvcc,
+            "source_key": item.source_key,
+        }
         for item in loader.loaded()
     ]
+
+
+def _demand(demand: Any) -> Any:
+    """A requirement as the manifest shows it: of a saved entry, what is compared."""
+    if isinstance(demand, str):
+        return demand
+    packages = demand["kernel_packages"]
+    return {"kernel_packages": {n: {"content_hash": p.get("content_hash")} for n, p in packages.items()}}
 
 
 def manifest(*, probe: bool = False) -> dict[str, Any]:
     """What the bits of a run depend on, ready for ``json.dumps``: log it once at the start of a training run.
 
     Versions of Python, torch, tvm-ffi, cake-core and each op; per op its variant and options as they would
-    run now, the content hash of its kernels, and the commit of each vendored copy; nvcc; the GPU and its
+    run now, the content hash of its kernels, and commit and hash of each vendored copy; nvcc; the GPU and its
     architecture. What can't be told is None, with the reason beside it. Imports nothing and initialises
     nothing on the GPU.
 
@@ -230,7 +288,7 @@ def manifest(*, probe: bool = False) -> dict[str, Any]:
         "deterministic": rows["deterministic"].value,
         "workspace_pool_bytes": rows["workspace_pool_bytes"].value,
         "loaded": _loaded(),
-        "require": dict(config.requirements()),
+        "require": {name: _demand(demand) for name, demand in config.requirements().items()},
         "ops": ops,
         "broken_ops": {name: f"{type(error).__name__}: {error}" for name, error in registry.broken().items()},
     }
