@@ -91,7 +91,7 @@ class Group:
         self._start = torch.tensor([bounds[s] for s in members], device=device)
         self._length = torch.tensor([lengths[s] for s in members], device=device)
         base = [seqs.chunk_base[s] for s in members]
-        self._edge_base = torch.tensor(base, device=device)
+        self._base = torch.tensor(base, device=device)
         self._inner_base = torch.tensor(
             [b - seqs.nonempty_before[s] for b, s in zip(base, members, strict=True)], device=device
         )
@@ -109,10 +109,14 @@ class Group:
             full = all(whole > chunk for whole in self._full[:count])
             yield chunk, Tile(self._start[:count] + chunk * CHUNK, rows, full)
 
+    def chunks(self, chunk: int, count: int) -> torch.Tensor:
+        """Place in the plan's order of the `chunk`-th chunks of the first `count` sequences, int64 [count]."""
+        return self._base[:count] + chunk
+
     def slots(self, chunk: int, count: int, edge: bool, *, after: bool) -> torch.Tensor:
         """Tape slots of the states before (after) the `chunk`-th chunks of the first `count` sequences."""
         if edge:
-            return self._edge_base[:count] + chunk
+            return self.chunks(chunk, count)
         return self._inner_base[:count] + (chunk if after else chunk - 1)
 
 
