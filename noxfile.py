@@ -16,7 +16,7 @@ from pathlib import Path
 import nox
 
 ROOT = Path(__file__).parent
-PACKAGES = [ROOT / "packages" / name for name in ("cake-core", "cake-gdn")]
+PACKAGES = [ROOT / "packages" / name for name in ("cake-core", "cake-gdn", "cake-kda")]
 
 TORCH = "torch==2.13.0"
 RUFF = "ruff==0.17.6"

@@ -1,0 +1,93 @@
+"""The stages of the op and who runs them: today torch twins (`_torch`) alone, the reference backend.
+
+A backend is a module with the five functions below. H heads of q and k, HV heads of v, `total` flat tokens,
+chunks and slots as in `cake.core.sequences`. q, k [B, T, H, 128], v, do [B, T, HV, 128] are bf16 and g
+[B, T, HV, 128] is fp32 or bf16, all with a contiguous last dimension and any other strides; beta is fp32 or
+bf16 [B, T, HV] with any strides; states are contiguous fp32 [n, HV, K, V]. `gate` says how g becomes the log
+decay; None: it is one. None of the functions is called without tokens.
+
+``prep(q, k, g, gate, beta, seqs, *, scale, l2norm) -> Prep``
+    What both directions share, chunk by chunk: decayed rows, inner products, the inverses.
+``scan(v, beta, prep, seqs, *, initial_state=None, output_final_state=False, save_states=False,
+need_output=True) -> (o | None, final_state | None, states | None)``
+    The serial forward. `states` is the tape, bf16 [slots, HV, V, K]: the state before each chunk as the
+    products used it.
+``adj(do, beta, prep, seqs, *, dht=None, need_dh0=False) -> (y, adj_states, dh0 | None)``
+    The serial adjoint. y bf16 [B, T, HV, 128] is the adjoint of each token's delta, `adj_states` bf16
+    [slots, HV, V, K] the adjoint state after each chunk.
+``out(q, k, v, g, gate, do, y, beta, prep, states, adj_states, seqs, *, scale, l2norm, states_edge, adj_edge)
+-> (dq, dk, dv, dbeta, dg, partials | None)``
+    The parallel rest of the backward; dq, dk, dv bf16, dbeta fp32, dg in g's dtype and with respect to g as
+    it was given. dv may take over y's storage. With a gate, `partials` fp32 [chunks, HV, 129] holds each
+    chunk's share of the gradients of A_log (column 0) and of dt_bias.
+``reduce(partials) -> (da_log, dbias)``
+    Their sums over chunks in a fixed order, fp32 [HV] and [HV, 128].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
+
+import torch
+
+
+@dataclass(frozen=True)
+class Gate:
+    """How the raw gate becomes the log decay; x = raw + bias, no decay below e^-88.
+
+    Without a bound ``-exp(a_log) softplus(x)``, with one ``lower_bound sigmoid(exp(a_log) x)``.
+
+    a_log: fp32 or bf16 [HV]; None, with a bound alone, counts as 0.
+    bias: fp32 or bf16 [HV, 128]; None counts as 0.
+    """
+
+    a_log: torch.Tensor | None
+    bias: torch.Tensor | None
+    lower_bound: float | None
+
+
+@dataclass(frozen=True)
+class Prep:
+    """What `prep` makes of a call. With b the inclusive sum over the chunk of log2(e) max(log decay, -88):
+
+    qg, kg, kr: bf16 [HV, total, 128]. scale q^ 2^b, k^ 2^b and k^ 2^(b_C - b), b_C of the chunk's last token.
+    p: bf16 [HV, total, 64]. Row i of a chunk's P_ij = scale sum_c q^_ic k^_jc 2^(b_ic - b_jc) for i >= j;
+       columns past the chunk's tokens are 0.
+    t: bf16 [HV, total, 64]. Row i of its T = (I + L)^-1, L_ij = beta_i sum_c k^_ic k^_jc 2^(b_ic - b_jc) for
+       i > j; columns past the chunk's tokens are 0.
+    last: fp32 [chunks, HV, 128]. 2^(b_C).
+    rq, rk: fp32 [H, total]. 1 / sqrt(sum q^2 + 1e-6) of each row, or 1 without the L2 norm.
+    """
+
+    qg: torch.Tensor
+    kg: torch.Tensor
+    kr: torch.Tensor
+    p: torch.Tensor
+    t: torch.Tensor
+    last: torch.Tensor
+    rq: torch.Tensor
+    rk: torch.Tensor
+
+
+def backend_name(device: torch.device, requested: str | None) -> str:
+    """What runs the stages for tensors on `device`.
+
+    Raises:
+        ValueError: `requested` is no backend.
+        NotImplementedError: no backend serves the device unless it is requested; the message says how.
+    """
+    if requested not in (None, "torch"):
+        raise ValueError(f"backend must be 'torch' or None, got {requested!r}")
+    if requested is None and device.type != "cpu":
+        raise NotImplementedError(
+            f"cake-kda 0.1 has the reference backend only, which serves CPU tensors, got device {device}; "
+            "backend='torch' runs it on any device, far slower than kernels"
+        )
+    return "torch"
+
+
+def stages(backend: str) -> ModuleType:
+    """The module with the stage functions of a backend, "torch"."""
+    return import_module(f"cake.kda._{backend}")

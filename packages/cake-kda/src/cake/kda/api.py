@@ -1,0 +1,267 @@
+"""The public entry point of the op: its signature, its documentation and every check of its arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from cake.core import config, sequences
+from cake.core.checks import check_number, check_tensor
+from cake.core.sequences import CHUNK
+from cake.kda import _autograd, _gates, _stages
+from cake.kda._route import Route, Tape, last_route
+
+__all__ = ["Route", "chunk_kda", "last_route"]
+
+HEAD_DIM = 128
+SAFE_BOUND = -5.0
+_GATE_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def chunk_kda(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    disable_recompute: bool = False,
+    return_intermediate_states: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens_cpu: torch.Tensor | Sequence[int] | None = None,
+    cp_context: Any = None,
+    use_graph: bool = False,
+    max_num_seqs: int | None = None,
+    *,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    chunk_size: int = CHUNK,
+    transpose_state_layout: bool | None = None,
+    variant: str | None = None,
+    recompute_state: bool | None = None,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Kimi Delta Attention over sequences of tokens, differentiable.
+
+    With decays a = exp(g) of the K key channels, state S [K, V] and q, k after the L2 norm, each token of a v
+    head does
+
+        S <- diag(a) S      S <- S + k (beta (v - S^T k))^T      o = scale S^T q
+
+    Args:
+        q: bf16 `[B, T, H, 128]`. q, k, v and g may be strided views, say of one fused projection: their last
+            dimension must be contiguous.
+        k: bf16 `[B, T, H, 128]`.
+        v: bf16 `[B, T, HV, 128]`, HV a multiple of H: v head h reads q/k head h // (HV / H).
+        g: log decay of each key channel, natural log, at most 0: `[B, T, HV, 128]`, fp32 or bf16. Any value
+            is served, mixed as it comes; one below -88 counts as -88. With `use_gate_in_kernel` the raw gate.
+        beta: `[B, T, HV]`, fp32 or bf16, any strides. With `use_beta_sigmoid_in_kernel` its logits instead.
+        scale: default 128^-0.5.
+        initial_state: fp32 `[N, HV, K, V]`, one for each sequence; zero by default. Copied unless contiguous.
+        output_final_state: also return the state after each sequence.
+        use_qk_l2norm_in_kernel: use q / sqrt(sum q^2 + 1e-6) and k alike.
+        use_gate_in_kernel: make the log decay of x = g + dt_bias: -exp(A_log) softplus(x), or with a
+            `lower_bound` lower_bound sigmoid(exp(A_log) x).
+        use_beta_sigmoid_in_kernel: use sigmoid(beta).
+        allow_neg_eigval: use 2 sigmoid(beta); needs `use_beta_sigmoid_in_kernel`.
+        safe_gate: the caller's word that no log decay is below `lower_bound`, which then lies in [-5, 0) and
+            is needed with `use_gate_in_kernel`; -5 by default without. It may let a backend run faster. A g
+            that breaks it gets the right result all the same, never a NaN: nothing is assumed of g that its
+            values don't bear out.
+        lower_bound: of the gate that `use_gate_in_kernel` makes, below 0, with or without `safe_gate`.
+            Without `use_gate_in_kernel` it is a part of the caller's word and changes no result.
+        disable_recompute: keep everything that the backward needs. By default it makes some of it again.
+        return_intermediate_states: not served.
+        state_v_first: initial and final states are `[N, HV, V, K]`; a transposing copy each way.
+        cu_seqlens: boundaries of packed sequences (B = 1): N + 1 values from 0 to T, int32 or int64, empty
+            sequences allowed. On a GPU they are never read back; the reference backend needs them on the
+            host. A CPU tensor is checked and used as `cu_seqlens_cpu`.
+        cu_seqlens_cpu: the same as a CPU tensor or a list of ints: checked, and no synchronisation. Used
+            in place of `cu_seqlens` when both are given.
+        cp_context: not served yet.
+        use_graph: not served.
+        max_num_seqs: belongs to `use_graph`.
+        A_log: `[HV]`, fp32 or bf16; needed by `use_gate_in_kernel` unless there is a `lower_bound`, when None
+            counts as 0. With a bound a value above 30 counts as 30.
+        dt_bias: `[HV * 128]` or `[HV, 128]`, fp32 or bf16; zero by default.
+        chunk_size: 64 alone.
+        transpose_state_layout: the older name of `state_v_first`.
+        variant: "det" or "fast" for this call in place of the configured one.
+        recompute_state: for this call in place of the configured `--cake-kda-recompute-state`.
+        backend: None, or "torch" for the reference backend on tensors of any device, which on a GPU is far
+            from fast.
+
+    Returns:
+        o, bf16 `[B, T, HV, 128]`, and the final state, fp32 and laid out like `initial_state`, or None.
+        Without tokens o is empty and the state passes through.
+
+    Raises:
+        TypeError: not a tensor or a number, a wrong dtype, an unknown argument.
+        ValueError: a wrong shape, device or stride, boundaries that don't fit, arguments that contradict each
+            other; also an initial or final state under a context.
+        NotImplementedError: CUDA tensors without `backend="torch"` (this version has no kernels),
+            `cp_context`, `return_intermediate_states`, `use_graph`, another chunk size. Every check comes
+            before any launch.
+
+    Gradients: for q, k, v, g, beta, A_log, dt_bias and initial_state, in their dtypes, where asked for. A
+    loss on either result alone works; an unused final state leaves every bit as it is. A gradient of o whose
+    last dimension isn't contiguous (as `o.sum().backward()` makes one) is copied once. A call keeps its
+    inputs for the backward: changing them in place before it raises there.
+
+    Determinism: under det the same inputs give the same bits in every call, process and thread, whether
+    states are saved or recomputed; a sequence's bits don't depend on its neighbours in the pack. (Gradients
+    of A_log and dt_bias are sums over the pack.)
+    """
+    if cp_context is not None:
+        _refuse_context(initial_state, output_final_state)
+    if return_intermediate_states:
+        raise NotImplementedError("return_intermediate_states isn't served: leave it False, got True")
+    if use_graph:
+        raise NotImplementedError("use_graph isn't served: leave it False, got True")
+    if max_num_seqs is not None:
+        raise ValueError(f"max_num_seqs is used by use_graph=True alone, got {max_num_seqs}")
+    if chunk_size != CHUNK:
+        raise NotImplementedError(f"chunk_size must be {CHUNK}, got {chunk_size}")
+    if transpose_state_layout is not None:
+        if state_v_first:
+            raise ValueError("state_v_first and its older name transpose_state_layout are given both")
+        state_v_first = transpose_state_layout
+    if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
+        raise ValueError("allow_neg_eigval=True needs use_beta_sigmoid_in_kernel=True, got False")
+    scale = HEAD_DIM**-0.5 if scale is None else check_number("scale", scale)
+    lower_bound = _check_bound(lower_bound, use_gate_in_kernel, safe_gate)
+
+    _check_inputs(q, k, v, g, beta)
+    device, v_heads = q.device, v.shape[2]
+    dt_bias = _check_gate(use_gate_in_kernel, A_log, dt_bias, lower_bound, v_heads, device)
+    seqs = sequences.of_call(q.shape[0], q.shape[1], device, cu_seqlens, cu_seqlens_cpu)
+    if initial_state is not None:
+        axes = ("V", "K") if state_v_first else ("K", "V")
+        shape = {"N": seqs.n, "HV": v_heads, axes[0]: HEAD_DIM, axes[1]: HEAD_DIM}
+        check_tensor("initial_state", initial_state, shape=shape, dtypes=torch.float32, device=device)
+        if state_v_first:
+            initial_state = initial_state.transpose(-1, -2)
+    route = Route(
+        path="single",
+        variant=config.variant("kda", variant),
+        backend=_stages.backend_name(device, backend),
+        tape=_tape(disable_recompute, recompute_state),
+    )
+    if seqs.boundaries is None:
+        raise ValueError(
+            f"cu_seqlens must be on the CPU, or given as cu_seqlens_cpu, for the backend {route.backend!r}, "
+            f"which reads it on the host; got {device}"
+        )
+
+    if use_beta_sigmoid_in_kernel:
+        beta = _gates.beta_sigmoid(beta, allow_neg_eigval)
+    tensors = _autograd.Tensors(q, k, v, g, beta, initial_state, A_log, dt_bias)
+    call = _autograd.Call(
+        seqs=seqs,
+        scale=scale,
+        l2norm=bool(use_qk_l2norm_in_kernel),
+        use_gate=bool(use_gate_in_kernel),
+        lower_bound=lower_bound,
+        output_final_state=bool(output_final_state),
+        route=route,
+        differentiable=torch.is_grad_enabled()
+        and any(x is not None and x.requires_grad for x in tensors.all()),
+    )
+    o, final_state = _autograd.run(tensors, call)
+    if state_v_first and final_state is not None:
+        final_state = final_state.transpose(-1, -2).contiguous()
+    return o, final_state
+
+
+def _refuse_context(initial_state: torch.Tensor | None, output_final_state: bool) -> None:
+    # The contradiction first: it is an error on every rank, whatever contexts this version serves.
+    if initial_state is not None:
+        raise ValueError("initial_state must be None under cp_context, got a tensor")
+    if output_final_state:
+        raise ValueError("output_final_state must be False under cp_context, got True")
+    raise NotImplementedError("cp_context isn't served by this version of cake-kda")
+
+
+def _check_bound(lower_bound: float | None, use_gate: bool, safe_gate: bool) -> float | None:
+    if lower_bound is None:
+        if use_gate and safe_gate:
+            raise ValueError("safe_gate=True needs a lower_bound with use_gate_in_kernel=True, got None")
+        return None
+    bound = check_number("lower_bound", lower_bound)
+    if bound >= 0:
+        raise ValueError(f"lower_bound must be below 0, got {lower_bound}")
+    if safe_gate and bound < SAFE_BOUND:
+        raise ValueError(f"lower_bound must be in [{SAFE_BOUND:g}, 0) with safe_gate=True, got {lower_bound}")
+    return bound
+
+
+def _check_inputs(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
+) -> None:
+    bf16 = torch.bfloat16
+    free: dict[str, int | None] = {"B": None, "T": None, "H": None, "K": HEAD_DIM}
+    check_tensor("q", q, shape=free, dtypes=bf16, last_contiguous=True)
+    batch, tokens, heads, _ = q.shape
+    device = q.device
+    if batch < 1 or heads < 1:
+        raise ValueError(f"q must have a row and a head, got [B, T, H, K]={list(q.shape)}")
+    row: dict[str, int | None] = {"B": batch, "T": tokens}
+    check_tensor(
+        "k", k, shape={**row, "H": heads, "K": HEAD_DIM}, dtypes=bf16, device=device, last_contiguous=True
+    )
+    check_tensor(
+        "v", v, shape={**row, "HV": None, "V": HEAD_DIM}, dtypes=bf16, device=device, last_contiguous=True
+    )
+    v_heads = v.shape[2]
+    if v_heads < 1 or v_heads % heads:
+        raise ValueError(f"v must have a multiple of H={heads} heads, got HV={v_heads}")
+    row["HV"] = v_heads
+    check_tensor(
+        "g", g, shape={**row, "K": HEAD_DIM}, dtypes=_GATE_DTYPES, device=device, last_contiguous=True
+    )
+    check_tensor("beta", beta, shape=row, dtypes=_GATE_DTYPES, device=device)
+
+
+def _check_gate(
+    use_gate: bool,
+    a_log: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    lower_bound: float | None,
+    v_heads: int,
+    device: torch.device,
+) -> torch.Tensor | None:
+    """The bias as [HV, K]."""
+    for name, x in (("A_log", a_log), ("dt_bias", dt_bias)):
+        if x is not None and not use_gate:
+            raise ValueError(f"{name} is used by use_gate_in_kernel=True alone, got use_gate_in_kernel=False")
+    if a_log is not None:
+        check_tensor("A_log", a_log, shape={"HV": v_heads}, dtypes=_GATE_DTYPES, device=device)
+    elif use_gate and lower_bound is None:
+        raise ValueError("A_log must be given with use_gate_in_kernel=True and no lower_bound, got None")
+    if dt_bias is None:
+        return None
+    if getattr(dt_bias, "ndim", 1) == 2:
+        shape = {"HV": v_heads, "K": HEAD_DIM}
+    else:
+        shape = {"HV * K": v_heads * HEAD_DIM}
+    check_tensor("dt_bias", dt_bias, shape=shape, dtypes=_GATE_DTYPES, device=device)
+    return dt_bias.reshape(v_heads, HEAD_DIM)
+
+
+def _tape(disable_recompute: bool, recompute_state: bool | None) -> Tape:
+    if disable_recompute and recompute_state:
+        raise ValueError("disable_recompute=True and recompute_state=True contradict each other")
+    if disable_recompute:
+        return "all"
+    return "inputs" if config.option("kda", "recompute_state", recompute_state) else "states"
