@@ -57,6 +57,7 @@ def package(tmp_path):
         ({"records": [{**RECORD, "sources": ["a/x.cu", "b/x.cu"]}]}, "each with its own name"),
         ({"records": [{**RECORD, "functions": ["no-name"]}]}, "identifiers"),
         ({"records": [{**RECORD, "allow": ["spills"]}]}, "allow must be an object"),
+        ({"records": [{**RECORD, "link": ["cublas"]}]}, "link may name cuda alone"),
         ({"records": [{**RECORD, "fast": True}]}, "unknown fields"),
         ({"records": [RECORD, RECORD]}, "two records of library 'tiny' for sm_90a"),
         *(
@@ -123,6 +124,7 @@ def test_the_closure_is_what_the_compile_reads(package):
         ('#  include   "tiny.cuh"\n', True),
         ('#include \\\n  "tiny.cuh"\n', True),
         ("#include <vector>\n", True),
+        ('#include "dlpack/dlpack.h"\n#include "tvm/ffi/error.h"\n', True),  # tvm-ffi's own
         ('#include "gone.cuh"\n', False),
         ('#if 0\n#include "gone.cuh"\n#endif\n', False),
         ("#include HEADER\n", False),
@@ -208,6 +210,7 @@ def test_what_the_compile_does_not_read_is_not_in_the_key(package):
         {"library": "tinier"},
         {"functions": ["f"]},
         {"allow": {"spills": ["k"]}},
+        {"link": ["cuda"]},
     ],
 )
 def test_every_field_of_the_record_is_in_the_key(package, change):
@@ -240,6 +243,23 @@ def test_the_command_names_no_path_but_the_compilers(package):
     assert "-I csrc -I _vendor/cake/include -I tvm_ffi/include" in joined
     assert "fast_math" not in joined
     assert "-warn-spills" in joined
+
+
+def test_host_modules_are_in_the_content_hash_and_not_in_the_key(package):
+    """They decide what is launched, so a run is bound to them; they aren't compiled."""
+    key, content = keys(package), build.content_hash(package)
+    (package / "host.py").write_text("X = 1\n")
+    assert keys(package) == key
+    assert build.content_hash(package) != content
+
+
+def test_undefined_symbols_fail_the_link_unless_they_may_be_the_drivers(package):
+    read = build.read_package(package)
+    assert build.command(read, read.records[0], package, package).count("-z,defs") == 1
+    path = package / "build.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "records": [{**RECORD, "link": ["cuda"]}]}))
+    read = build.read_package(package)
+    assert "-z,defs" not in build.command(read, read.records[0], package, package)
 
 
 # ---- ptxas

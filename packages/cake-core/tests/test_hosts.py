@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from cake.core import cache, hosts, loader, vendor
+from cake.core import cache, hosts, loader, toolchain, vendor
 from cake.core.errors import BuildError, UnknownOpError
 from cake.core.testing import installed_distribution
 from cake.core.testing.checkouts import Checkout, write_files
@@ -90,6 +90,7 @@ def toolkit(tmp_path, monkeypatch):
     toolkit = FakeToolkit(tmp_path / "cuda")
     monkeypatch.setenv("CAKE_NVCC", str(toolkit.nvcc))
     monkeypatch.setenv("CAKE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(toolchain, "driver_cuda", lambda: None)
     return toolkit
 
 

@@ -44,6 +44,15 @@ def package(tmp_path):
     return write_package(tmp_path / "my op")
 
 
+def test_a_library_that_calls_the_driver_is_loaded_after_it(kit, tmp_path, monkeypatch):
+    record = {"library": "tiny", "arch": ARCH, "sources": ["tiny.cu"], "link": ["cuda"]}
+    package = write_package(tmp_path / "driver", [record])
+    exposed = []
+    monkeypatch.setattr(toolchain, "expose_driver", exposed.append)
+    assert loader.load_from(package, "tiny", arch=ARCH).answer() == 42
+    assert exposed == ["tiny"]
+
+
 def ensure(root):
     package = build.read_package(root)
     return loader.ensure(package, package.records[0])

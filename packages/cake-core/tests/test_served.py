@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from cake.core import cache, loader
+from cake.core import cache, loader, toolchain
 from cake.core.cli import main
 from cake.core.testing import installed_distribution
 from cake.core.testing.toolchain import FakeToolkit
@@ -49,6 +49,7 @@ def kit(tmp_path, monkeypatch):
     kit = FakeToolkit(tmp_path / "cuda")
     monkeypatch.setenv("CAKE_NVCC", str(kit.nvcc))
     monkeypatch.setenv("CAKE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(toolchain, "driver_cuda", lambda: None)
     return kit
 
 

@@ -231,6 +231,20 @@ def test_a_driver_older_than_the_compiler(monkeypatch):
     toolchain.check_driver("13.0.88", "gdn_prep")
 
 
+def test_the_drivers_functions_are_exposed_or_its_absence_said(monkeypatch):
+    asked = []
+    monkeypatch.setattr(toolchain.ctypes, "CDLL", lambda name, mode: asked.append((name, mode)))
+    toolchain.expose_driver("walk")
+    assert asked == [("libcuda.so.1", toolchain.ctypes.RTLD_GLOBAL)]
+
+    def absent(name, mode):
+        raise OSError("libcuda.so.1: cannot open shared object file")
+
+    monkeypatch.setattr(toolchain.ctypes, "CDLL", absent)
+    with pytest.raises(ToolchainError, match=r"walk calls the CUDA driver, which can't be loaded \(libcuda"):
+        toolchain.expose_driver("walk")
+
+
 def test_jobs(monkeypatch):
     assert toolchain.jobs() == len(os.sched_getaffinity(0))
     monkeypatch.setenv("MAX_JOBS", "3")

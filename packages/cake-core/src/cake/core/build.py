@@ -66,6 +66,7 @@ TVM_FFI = "tvm_ffi"  # the name of the link to the installed package inside a bu
 _LIBRARY = re.compile(r"[a-z][a-z0-9_]*\Z")
 _FUNCTION = re.compile(r"[A-Za-z_]\w*\Z")
 _RECORD_FIELDS = ("library", "arch", "sources", "flags", "functions", "allow", "link")
+_TVM_FFI_HEADERS = ('"tvm/', '"dlpack/')  # in the key by tvm-ffi's version, however they are included
 _LIBRARIES = ("cuda",)  # what a record may link besides: the driver
 # Flags that name files or folders, or that this module sets itself, would let a build depend on what isn't
 # in its key.
@@ -254,7 +255,7 @@ def source_files(package: Package, record: Record) -> dict[str, bytes]:
             inside = _resolve(base, roots, name, directive, operand)
             if inside is not None:
                 waiting.append(inside)
-            elif directive != "include" or not operand.startswith("<"):
+            elif directive != "include" or not operand.startswith(("<", *_TVM_FFI_HEADERS)):
                 folders = ", ".join((posixpath.dirname(name), *roots))
                 raise BuildError(
                     f"{record.library}: {name}:{line}: #{directive} {operand} is not a file of the package "

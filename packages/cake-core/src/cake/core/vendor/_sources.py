@@ -41,7 +41,7 @@ def wrong_sources(folder: Path, module: str, table: Mapping[str, Any]) -> list[s
                 found = _python(text, copies, name, file, package["files"], table, file in free)
             else:
                 found = iter(()) if file in free else _c(text)
-            wrong += [f"{path}:{line}: {why}" for line, why in found]
+            wrong += [f"{path}:{line}: {why}" for line, why in sorted(found)]
     return wrong
 
 
