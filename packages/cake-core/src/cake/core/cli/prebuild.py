@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     """Build; 0 where everything is in the cache afterwards, 1 where something failed or isn't served."""
     from cake.core import _prebuild, _served, cache, registry, toolchain
 
-    ops = args.op or [spec.name for spec in registry.ops() if spec.kernel_packages]
+    ops = args.op or [spec.name for spec in registry.ops() if args.list or spec.kernel_packages]
     if not ops:
         print("cake prebuild: no ops are installed (try: pip install cake-gdn)", file=sys.stderr)
         return 1
