@@ -92,17 +92,17 @@ def unpack(wheels: Path, site: Path) -> dict[str, str]:
 
 
 def describe(environment: dict[str, str]) -> dict[str, Any]:
-    """GPU and versions, as the packages themselves see them."""
+    """The GPU, torch's versions and those of the packages."""
+    names = [package.name for package in PACKAGES]
     code = (
-        "import json, torch, cake.core, cake.gdn\n"
+        "import json, torch\n"
+        "from importlib.metadata import version\n"
         "gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None\n"
-        "print(json.dumps({'gpu': gpu, 'torch': torch.__version__, 'cuda': torch.version.cuda,"
-        " 'cake-core': cake.core.__version__, 'cake-gdn': cake.gdn.__version__}))"
+        f"versions = {{name: version(name) for name in {names!r}}}\n"
+        "print(json.dumps({'gpu': gpu, 'torch': torch.__version__, 'cuda': torch.version.cuda, **versions}))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True, check=True
-    )
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    answer = subprocess.check_output([sys.executable, "-c", code], env=environment, text=True)
+    found: dict[str, Any] = json.loads(answer.splitlines()[-1])
     if found["gpu"] is None:
         raise SystemExit("torch finds no CUDA GPU on this machine: the tests marked gpu would all be skipped")
     return found
