@@ -35,9 +35,9 @@ def forward(q: torch.Tensor, k: torch.Tensor, b: torch.Tensor) -> tuple[torch.Te
     a, n = (b.new_zeros((*b.shape[:-1], CHUNK)) for _ in range(2))
     a.diagonal(dim1=-2, dim2=-1).copy_((q * k).sum(-1))
     for node in _nodes(b):
-        kt = bf16(node.left(k) * node.fade)
-        node.square(a).copy_(bf16(node.right(q) * node.grow) @ kt.mT)
-        node.square(n).copy_(bf16(node.right(k) * node.grow) @ kt.mT)
+        kt = tf32(node.left(k) * node.fade)
+        node.square(a).copy_(tf32(node.right(q) * node.grow) @ kt.mT)
+        node.square(n).copy_(tf32(node.right(k) * node.grow) @ kt.mT)
     return a, n
 
 
@@ -83,6 +83,11 @@ def backward(
 def bf16(x: torch.Tensor) -> torch.Tensor:
     """x rounded to bf16, in fp32."""
     return x.to(torch.bfloat16).float()
+
+
+def tf32(x: torch.Tensor) -> torch.Tensor:
+    """x rounded to the 10 bits of a mantissa that tensor cores keep of fp32."""
+    return ((x.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,265 @@
+"""Fixtures of the tests of cake-kda: the device, random calls of the op, and what to compare them with.
+
+Tests that take `device` run on the CPU, and marked gpu on CUDA: the same ones, there on the reference backend
+as long as the op has no kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import softplus
+
+from cake.core import config, env
+from cake.core.testing import Limit, assert_bitwise_equal, assert_within, error_report
+from cake.core.testing.markers import pytest_configure, pytest_runtest_setup
+from cake.kda import _stages, chunk_kda, reference
+
+__all__ = ["pytest_configure", "pytest_runtest_setup"]
+
+# Relative L2 errors of bf16 operands with fp32 sums: bf16 storage of a result alone costs 1.7e-3.
+LIMITS = {
+    "o": 5e-3,
+    "ht": 4e-3,
+    "dq": 6e-3,
+    "dk": 6e-3,
+    "dv": 6e-3,
+    "dg": 6e-3,
+    "dbeta": 6e-3,
+    "dh0": 4e-3,
+}
+STATES = ("ht", "dh0")
+# Half the RMS of dg at ordinary gates and loss gradients of unit variance: where a gate is so strong that the
+# true dg is next to nothing, its error is judged against this. A state under total decay is below fp32.
+ORDINARY_DG = 1.5e-3
+LEAST_STATE = 1e-30
+# A block of a few tokens has few values, which may all be small by chance: it counts as an average one.
+BLOCK_FLOOR = 1.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """The tensors of one call, and of a loss ``(o * do).sum() + (ht * dht).sum()`` on its results."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    g: torch.Tensor
+    beta: torch.Tensor
+    initial_state: torch.Tensor | None
+    do: torch.Tensor | None
+    dht: torch.Tensor | None
+    boundaries: tuple[int, ...] | None
+    l2norm: bool = True
+    scale: float | None = None
+
+    def replace(self, **changes: Any) -> Case:
+        return replace(self, **changes)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The inputs by name."""
+        names = ("q", "k", "v", "g", "beta", "initial_state")
+        return {name: x for name in names if (x := getattr(self, name)) is not None}
+
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Case:
+        """The case with every tensor changed."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{n: change(x) for n, x in values.items() if isinstance(x, torch.Tensor)})
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    return torch.device(request.param, 0) if request.param == "cuda" else torch.device(request.param)
+
+
+@pytest.fixture(autouse=True)
+def _reference_on_a_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "device" in request.fixturenames and request.getfixturevalue("device").type == "cuda":
+        monkeypatch.setattr(_stages, "backend_name", lambda device, requested: "torch")
+
+
+@pytest.fixture(autouse=True)
+def _unconfigured(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No configuration leaks into a test, or out of one."""
+    for variable in env.VARIABLES:
+        if variable.name.startswith("CAKE_") and variable.name not in ("CAKE_CACHE_DIR", "CAKE_NVCC"):
+            monkeypatch.delenv(variable.name, raising=False)
+    config.reset()
+    yield
+    config.reset()
+
+
+@pytest.fixture
+def make(device: torch.device) -> Callable[..., Case]:
+    """Makes a random case on the device; the same arguments give the same values on every device."""
+
+    def make_case(
+        lengths: Sequence[int] = (100,),
+        heads: tuple[int, int] = (1, 2),
+        *,
+        batch: int | None = None,
+        gate: str | float = "ordinary",
+        beta: str | float = "uniform",
+        keys: str = "random",
+        state: bool = True,
+        beta_dtype: torch.dtype = torch.float32,
+        g_dtype: torch.dtype = torch.float32,
+        l2norm: bool = True,
+        scale: float | None = None,
+        seed: int = 0,
+    ) -> Case:
+        random = torch.Generator().manual_seed(seed)
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=random)
+
+        rows, tokens, n = (1, sum(lengths), len(lengths)) if batch is None else (batch, lengths[0], batch)
+        h, hv = heads
+        q, k = normal(rows, tokens, h, 128), normal(rows, tokens, h, 128)
+        v, do = normal(rows, tokens, hv, 128), normal(rows, tokens, hv, 128)
+        if not l2norm:
+            q, k = q * 128**-0.5, k * 128**-0.5
+        if keys == "repeated":
+            k = k[:, :1].expand_as(k)
+        elif keys == "repeated 8 times":
+            k = k[:, torch.arange(tokens) // 8 * 8]
+        initial, dht = 0.1 * normal(n, hv, 128, 128), 0.02 * normal(n, hv, 128, 128)
+        case = Case(
+            q=q.bfloat16(),
+            k=k.bfloat16(),
+            v=v.bfloat16(),
+            g=_gate(gate, normal(rows, tokens, hv, 128), torch.rand(hv, 1, generator=random)).to(g_dtype),
+            beta=_beta(beta, torch.rand(rows, tokens, hv, generator=random)).to(beta_dtype),
+            initial_state=initial if state else None,
+            do=do.bfloat16(),
+            dht=dht if state else None,
+            boundaries=None if batch else tuple(torch.tensor([0, *lengths]).cumsum(0).tolist()),
+            l2norm=l2norm,
+            scale=scale,
+        )
+        return case.map(lambda x: x.to(device))
+
+    return make_case
+
+
+def _gate(kind: str | float, noise: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    if kind == "ordinary":
+        return -softplus(noise)
+    if kind == "model":  # exp(A_log) uniform in (1, 16), dt_bias 1: g reaches about -70
+        return -(1 + 15 * uniform) * softplus(noise + 1)
+    if kind == "bounded":  # a lower bound of -5
+        return -5 * noise.sigmoid()
+    if kind == "slow":
+        return -1e-4 * noise.abs()
+    if kind == "mixed":  # none, next to none, ordinary and total decay side by side in tokens and channels
+        light = torch.where(noise > 1.0, 0.0, torch.where(noise > 0.3, -0.001, -softplus(noise)))
+        return torch.where(noise < -0.7, -1000.0, light)
+    return torch.full_like(noise, float(kind))
+
+
+def _beta(kind: str | float, uniform: torch.Tensor) -> torch.Tensor:
+    if kind == "uniform":
+        return uniform
+    if kind == "half ones":
+        return torch.where(uniform > 0.5, 1.0, uniform)
+    if kind == "zeros and ones":
+        return (uniform > 0.5).float()
+    return torch.full_like(uniform, float(kind))
+
+
+@pytest.fixture
+def call() -> Callable[..., dict[str, torch.Tensor]]:
+    """Runs the op on a case, forward and backward, and returns results and gradients by name."""
+
+    def run(case: Case, *, final: bool | None = None, **arguments: Any) -> dict[str, torch.Tensor]:
+        inputs = {name: x.detach().requires_grad_() for name, x in case.tensors().items()}
+        final = case.dht is not None if final is None else final
+        if case.boundaries is not None and "cu_seqlens" not in arguments:
+            arguments.setdefault("cu_seqlens_cpu", case.boundaries)
+        o, ht = chunk_kda(
+            **inputs,
+            scale=case.scale,
+            output_final_state=final,
+            use_qk_l2norm_in_kernel=case.l2norm,
+            **arguments,
+        )
+        outputs = [
+            (x, grad) for x, grad in ((o, case.do), (ht, case.dht)) if grad is not None and x is not None
+        ]
+        gradients = torch.autograd.grad(
+            [x for x, _ in outputs], list(inputs.values()), [grad for _, grad in outputs]
+        )
+        results = {"o": o.detach()} | ({} if ht is None else {"ht": ht.detach()})
+        names = {"initial_state": "dh0"}
+        return results | {names.get(name, f"d{name}"): x for name, x in zip(inputs, gradients, strict=True)}
+
+    return run
+
+
+@pytest.fixture
+def truth() -> Callable[[Case], dict[str, torch.Tensor]]:
+    """What `call` should return, from the FP64 recurrence."""
+
+    def run(case: Case) -> dict[str, torch.Tensor]:
+        inputs = (case.q, case.k, case.v, case.g, case.beta)
+        how: dict[str, Any] = {
+            "scale": case.scale,
+            "initial_state": case.initial_state,
+            "use_qk_l2norm": case.l2norm,
+            "boundaries": case.boundaries,
+        }
+        o, ht = reference.forward(*inputs, **how)
+        gradients = reference.backward(*inputs, case.do, case.dht, **how)
+        results = {"o": o, "ht": ht} | {f.name: getattr(gradients, f.name) for f in fields(gradients)}
+        if case.initial_state is None:
+            del results["dh0"]
+        return results
+
+    return run
+
+
+@pytest.fixture
+def assert_accurate(truth: Callable[[Case], dict[str, torch.Tensor]]) -> Callable[..., None]:
+    """Compares results of `call` with the truth: whole tensors, sequences and 64-token blocks."""
+
+    def check(
+        case: Case,
+        got: dict[str, torch.Tensor],
+        slack: float | dict[str, float] = 1.0,
+        least_dg: float = ORDINARY_DG,
+    ) -> None:
+        expected = {name: x for name, x in truth(case).items() if name in got}
+        least = {"dg": least_dg, "ht": LEAST_STATE, "dh0": LEAST_STATE}
+        report = error_report(
+            got,
+            expected,
+            boundaries=case.boundaries,
+            per_sequence=[name for name in STATES if name in got],
+            least_rms={name: x for name, x in least.items() if name in got},
+            block_floor=BLOCK_FLOOR,
+        )
+        factors = slack if isinstance(slack, dict) else dict.fromkeys(got, slack)
+        limits = {name: LIMITS[name] * factors.get(name, 1.0) for name in got}
+        # A call of few tokens is no more than one block, and held to a block's limit.
+        few = case.q.shape[0] * case.q.shape[1] < 64
+        assert_within(
+            report, {name: Limit(2 * x, 2 * x, 2 * x) if few else Limit(x) for name, x in limits.items()}
+        )
+
+    return check
+
+
+@pytest.fixture
+def assert_same_bits() -> Callable[[dict[str, torch.Tensor], dict[str, torch.Tensor]], None]:
+    """Compares two results of `call` bit by bit."""
+
+    def check(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+        assert got.keys() == expected.keys()
+        for name, x in expected.items():
+            assert_bitwise_equal(name, got[name], x)
+
+    return check
