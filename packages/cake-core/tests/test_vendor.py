@@ -218,6 +218,29 @@ def test_a_copy_that_check_would_refuse_is_not_made(checkout, repo, folder):
     assert list(folder.parent.glob(".*")) == []
 
 
+def test_a_copy_that_was_killed_between_its_renames_is_mended(checkout, repo, folder, capsys):
+    vendor.vendor_self("toy", repo)
+    before = {name: (folder / name).read_bytes() for name in files_of(folder)}
+    code = (
+        "import os, sys\nfrom pathlib import Path\nfrom cake.core import vendor\n"
+        "rename = Path.rename\n"
+        "def once(self, target):\n    rename(self, target)\n    os._exit(9)\n"
+        "Path.rename = once\nvendor.vendor_self('toy', Path(sys.argv[1]))\n"
+    )
+    checkout.commit({"kernels/include/cake/ptx.cuh": "// newer\n"})
+    killed = subprocess.run([sys.executable, "-c", code, str(repo)], check=False)
+    assert killed.returncode == 9
+    assert not folder.exists()
+    assert main(["vendor", "check", "--repo", str(repo)]) == 1
+    assert f"toy: {folder} is missing, and {folder.parent}/._vendor-old-" in capsys.readouterr().out
+    (left,) = folder.parent.glob("._vendor-old-*")
+    assert {name: (left / name).read_bytes() for name in files_of(left)} == before
+    assert vendor.vendor_self("toy", repo).changed
+    assert (folder / "cake/include/cake/ptx.cuh").read_text() == "// newer\n"
+    assert list(folder.parent.glob(".*")) == []
+    assert vendor.check([], repo) == {"toy": []}
+
+
 # ---- remove
 
 

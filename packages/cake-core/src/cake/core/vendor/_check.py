@@ -69,7 +69,11 @@ def check_folder(folder: Path, module: Path | None = None) -> list[str]:
         module: the folder of the op's module; the one around ``folder`` if not given.
     """
     if not folder.exists():
-        return []
+        return [
+            f"{folder} is missing, and {left} is what a killed copy left of it; rename it back, or copy again"
+            for left in interrupted(folder)
+            if "-old-" in left.name
+        ]
     try:
         table = read_table(folder)
     except VendorError as error:
@@ -87,6 +91,11 @@ def check_folder(folder: Path, module: Path | None = None) -> list[str]:
         if posixpath.basename(name) == "build.json":
             wrong += _wrong_build(folder / name)
     return wrong + wrong_sources(folder, f"cake.{(module or folder.parent).name}", table)
+
+
+def interrupted(folder: Path) -> list[Path]:
+    """What copies that were killed have left beside a ``_vendor``: unfinished new ones, and the old one."""
+    return sorted(path for kind in ("new", "old") for path in folder.parent.glob(f".{FOLDER}-{kind}-*"))
 
 
 def _wrong_files(folder: Path, table: Mapping[str, Any]) -> tuple[list[str], set[str]]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from . import _git
 from ._check import check_module
-from ._place import place
+from ._place import current, place
 from ._table import (
     DEVICE_LIBRARY,
     FOLDER,
@@ -21,7 +21,6 @@ from ._table import (
     check_name,
     notice_text,
     plain,
-    read_table,
 )
 from ._where import module_folder
 
@@ -81,7 +80,7 @@ def vendor_self(op: str, repo: Path, commit: str | None = None, packages: Sequen
         VendorError: no such op, commit or package; uncommitted changes; a link or submodule among the files.
     """
     module = module_folder(op, repo)
-    old = read_table(module / FOLDER)
+    old = current(module)
     wanted = sorted({DEVICE_LIBRARY, *packages, *carried(old, "self", packages, op)})
     folders = {name: "kernels/include" if name == DEVICE_LIBRARY else f"kernels/{name}" for name in wanted}
     if commit is None:
@@ -120,7 +119,7 @@ def vendor_fi(
             uncommitted changes; a link or submodule among the files; a copy that ``check`` wouldn't accept.
     """
     module = module_folder(op, repo)
-    old = read_table(module / FOLDER)
+    old = current(module)
     names = sorted({*packages, *carried(old, "fi", packages, op)})
     wanted = {name: recorded(old.get(name), packages.get(name), f"{FI_PATH}/{name}") for name in names}
     if commit is None:
@@ -158,7 +157,7 @@ def remove(op: str, repo: Path, packages: Sequence[str]) -> Copied:
         VendorError: the op carries no such package, or something that stays needs one of them.
     """
     module = module_folder(op, repo)
-    old = read_table(module / FOLDER)
+    old = current(module)
     for name in packages:
         if name not in old:
             known = ", ".join(sorted(old)) or "none"

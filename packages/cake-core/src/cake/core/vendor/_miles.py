@@ -26,7 +26,8 @@ from cake.core.toolchain import parse_arch
 
 from . import _git
 from ._copy import Copied, Wanted, carried, entry_of, finish, put, recorded, select
-from ._table import FOLDER, VendorError, plain, read_table
+from ._place import current
+from ._table import VendorError, plain
 from ._where import module_folder
 
 __all__ = ["Generated", "vendor_miles_pr"]
@@ -103,7 +104,7 @@ def vendor_miles_pr(
             wouldn't accept.
     """
     module = module_folder(op, repo)
-    old = read_table(module / FOLDER)
+    old = current(module)
     names = sorted({*packages, *carried(old, "miles-pr", packages, op)})
     wanted = {name: _recorded(old.get(name), packages.get(name), name) for name in names}
     if commit is None:

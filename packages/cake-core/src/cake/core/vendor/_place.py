@@ -8,10 +8,25 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ._check import check_module
-from ._table import FOLDER, NOTICE, NOTICE_TEXT, TABLE, VendorError, table_text
+from ._check import check_module, interrupted
+from ._table import FOLDER, NOTICE, NOTICE_TEXT, TABLE, VendorError, read_table, table_text
 
-__all__ = ["place"]
+__all__ = ["current", "place"]
+
+
+def current(module: Path) -> dict[str, Any]:
+    """The table of an op that is about to get a new one, after mending what a killed copy has left.
+
+    Raises:
+        VendorError: it can't be read.
+    """
+    folder = module / FOLDER
+    for left in interrupted(folder):
+        if "-old-" in left.name and not folder.exists():
+            left.rename(folder)  # it was killed between the two renames
+        else:
+            shutil.rmtree(left, ignore_errors=True)
+    return read_table(folder)
 
 
 def place(module: Path, table: Mapping[str, Any], contents: Mapping[str, bytes]) -> None:
@@ -31,7 +46,7 @@ def place(module: Path, table: Mapping[str, Any], contents: Mapping[str, bytes])
     known = set(check_module(module))
     new = Path(tempfile.mkdtemp(prefix=f".{FOLDER}-new-", dir=module))
     old = new.with_name(new.name.replace("-new-", "-old-"))
-    existed = folder.exists()
+    existed, placed = folder.exists(), False
     try:
         new.chmod(0o755)
         _write(new, folder, table, contents)
@@ -40,11 +55,13 @@ def place(module: Path, table: Mapping[str, Any], contents: Mapping[str, bytes])
         try:
             if table:
                 new.rename(folder)
-            worse = [sentence for sentence in check_module(module) if sentence not in known]
+                placed = True
+            found = [sentence for sentence in check_module(module) if str(old) not in sentence]
+            worse = [sentence for sentence in found if sentence not in known]
             if worse:
                 raise VendorError("\n  ".join(["this can't be, so everything is as it was:", *worse]))
         except BaseException:
-            if table and folder.exists():
+            if placed:
                 shutil.rmtree(folder, ignore_errors=True)
             if existed:
                 old.rename(folder)
