@@ -140,3 +140,39 @@ def test_a_missing_symbol_fails_the_build_not_the_load(tmp_path):
 def first(root):
     package = build.read_package(root)
     return package, package.records[0]
+
+
+DRIVER = """
+#include <cuda.h>
+#include <tvm/ffi/error.h>
+#include <tvm/ffi/function.h>
+
+int64_t release() {
+  int version = 0;
+  if (cuDriverGetVersion(&version) != CUDA_SUCCESS) TVM_FFI_THROW(RuntimeError) << "no driver";
+  return version;
+}
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(release, release);
+"""
+
+
+def test_sources_may_call_the_driver_where_their_record_says_so(tmp_path, monkeypatch):
+    """Tensor maps are made by the driver. It is built without one, and without a stub of it."""
+    with pytest.raises(BuildError, match="undefined reference to `cuDriverGetVersion'"):
+        loader.load_from(package_of(tmp_path / "a", DRIVER, "driver", ["release"]), "driver", arch="sm_90a")
+    package = build.read_package(package_of(tmp_path / "b", DRIVER, "driver", ["release"], link=["cuda"]))
+    loader.ensure(package, package.records[0])
+
+    def absent(name, mode):
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(toolchain.ctypes, "CDLL", absent)
+    with pytest.raises(ToolchainError, match="driver calls the CUDA driver, which can't be loaded"):
+        loader.load_from(package.root, "driver", arch="sm_90a")
+
+
+@pytest.mark.gpu
+def test_the_driver_answers(tmp_path):
+    package = package_of(tmp_path, DRIVER, "driver", ["release"], link=["cuda"])
+    version = loader.load_from(package, "driver", arch="sm_90a").release()
+    assert (version // 1000, version % 1000 // 10) == toolchain.driver_cuda()
