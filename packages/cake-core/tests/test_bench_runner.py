@@ -349,3 +349,22 @@ def test_names_of_shapes():
     assert [shape.name for shape in op_bench.default_shapes("cuda")] == ["small"]
     assert SMALL.boundaries == (0, 3, 3, 8)
     assert str(SMALL) == "small (1, 2) 3+0+5"
+
+
+def test_an_arm_without_a_backward_is_checked_and_timed_forward():
+    def forward(given):
+        assert not torch.is_grad_enabled()
+        return product(given)
+
+    results = runner(bench(arm(), Arm("theirs", lambda: forward, peer=True, forward_only=True))).run()
+    assert {row["pass"] for row in rows_of(results, arm="theirs")} == {"fwd"}
+    assert {row["pass"] for row in rows_of(results, arm="own")} == {"fwd", "fwd_train", "bwd", "fwd+bwd"}
+    (check,) = results.checks
+    assert (check["arm"], check["passed"], set(check["errors"])) == ("theirs", True, {"output0"})
+    wrong = runner(
+        bench(
+            arm(),
+            Arm("theirs", lambda: lambda given: (2 * product(given)[0], None), peer=True, forward_only=True),
+        )
+    ).run()
+    assert rows_of(wrong, arm="theirs") == []

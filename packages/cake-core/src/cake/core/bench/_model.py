@@ -71,6 +71,8 @@ class Arm:
     configuration: Callable[[str | None], Mapping[str, Any]] | None = None
     #: Someone else's: run when named in ``--vs``, and its absence is no failure.
     peer: bool = False
+    #: Has no backward: its outputs alone are checked, and the pass "fwd" alone is measured.
+    forward_only: bool = False
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,12 @@ def gradients(outputs: Outputs, inputs: Inputs) -> Sequence[torch.Tensor | None]
     )
 
 
+@torch.no_grad()
+def outputs(call: Call, inputs: Inputs) -> dict[str, torch.Tensor]:
+    """``output0``, ... of a call that has no backward."""
+    return {f"output{i}": x for i, x in enumerate(call(inputs)) if x is not None}
+
+
 def results(call: Call, inputs: Inputs) -> tuple[dict[str, torch.Tensor], int]:
     """One forward and backward, and what the forward kept for the backward.
 
