@@ -66,9 +66,10 @@ def test_releases_are_built_by_one_hatchling() -> None:
     assert len(named) == 1
 
 
-def test_demo_trains_and_repeats_its_bits(tmp_path: Path) -> None:
+@pytest.mark.parametrize("op", ["gdn", "kda", "hybrid"])
+def test_demo_trains_and_repeats_its_bits(tmp_path: Path, op: str) -> None:
     """The demo's own verdict is its exit status: 0 only if the repeated steps have the same bits."""
-    words = ["examples/demo/train.py", "--smoke", "--device", "cpu", "--out", str(tmp_path)]
+    words = ["examples/demo/train.py", "--smoke", "--op", op, "--device", "cpu", "--out", str(tmp_path)]
     done = subprocess.run(
         [sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
     )

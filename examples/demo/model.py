@@ -1,9 +1,9 @@
-"""A small hybrid language model: gated delta rule layers, and softmax attention in every fourth layer.
+"""A small hybrid language model: linear attention, and softmax attention in every fourth layer.
 
-The gated delta rule layer is the one of Qwen3-Next: one fused projection for q, k and v, a short causal
-convolution, `cake.gdn.chunk_gated_delta_rule` with the L2 norm, the gate and beta's sigmoid in the kernel,
-a gated norm, a projection. All documents of a pack are computed in one call; neither the convolution, the
-state nor attention crosses a boundary.
+The linear layers are those of Qwen3-Next (GDN) or of Kimi-Linear (KDA), or take turns: one fused projection
+for q, k and v, a short causal convolution, `cake.gdn.chunk_gated_delta_rule` or `cake.kda.chunk_kda` with the
+L2 norm, the gate and beta's sigmoid in the kernel, a gated norm, a projection. All documents of a pack are
+computed in one call; neither the convolution, the state nor attention crosses a boundary.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cake.gdn import chunk_gated_delta_rule
+from cake.kda import chunk_kda
 
 HEAD = 128  # the op's head dimension, for q, k and v
 REACH = 4  # taps of the short convolution
@@ -37,18 +39,18 @@ class Cache(dict[int, tuple[Tensor, ...]]):
     length = 0
 
 
-class GatedDeltaNet(nn.Module):
+class LinearAttention(nn.Module):
+    """What the two kinds share; `mix` is the op with its gate."""
+
     def __init__(self, size: Size, number: int) -> None:
         super().__init__()
         self.number, self.heads, self.value_heads = number, size.heads, size.value_heads
         channels = (2 * size.heads + size.value_heads) * HEAD
         self.qkv = nn.Linear(size.width, channels, bias=False)
-        self.gate_beta = nn.Linear(size.width, 2 * size.value_heads, bias=False)
+        self.beta = nn.Linear(size.width, size.value_heads, bias=False)
         self.output_gate = nn.Linear(size.width, size.value_heads * HEAD, bias=False)
         self.taps = nn.Parameter(torch.empty(REACH, channels).uniform_(-0.5, 0.5))
         self.log_rate = nn.Parameter(torch.empty(size.value_heads).uniform_(1, 16).log())
-        step = torch.empty(size.value_heads).uniform_(math.log(1e-3), math.log(1e-1)).exp()
-        self.rate_bias = nn.Parameter(step + torch.log(-torch.expm1(-step)))  # softplus(rate_bias) == step
         self.norm = nn.Parameter(torch.ones(HEAD))
         self.out = nn.Linear(size.value_heads * HEAD, size.width, bias=False)
 
@@ -69,19 +71,17 @@ class GatedDeltaNet(nn.Module):
         # q, k and v stay views of the fused projection: the op takes the strides that come.
         mixed = mixed.to(torch.bfloat16).view(1, x.shape[0], -1, HEAD)
         q, k, v = mixed.split([self.heads, self.heads, self.value_heads], dim=2)
-        gate, beta = self.gate_beta(x).float()[None].chunk(2, dim=-1)
-        o, state = chunk_gated_delta_rule(
-            q,
-            k,
-            v,
-            g=gate,
-            beta=beta,
+        o, state = self.mix(
+            x,
+            q=q,
+            k=k,
+            v=v,
+            beta=self.beta(x).float()[None],
             initial_state=state,
             output_final_state=cache is not None,
             use_qk_l2norm_in_kernel=True,
             use_gate_in_kernel=True,
             A_log=self.log_rate,
-            dt_bias=self.rate_bias,
             use_beta_sigmoid_in_kernel=True,
             cu_seqlens_cpu=bounds,
         )
@@ -89,6 +89,44 @@ class GatedDeltaNet(nn.Module):
             cache[self.number] = (tail, state)
         o = F.rms_norm(o[0].float(), (HEAD,), self.norm).flatten(1)
         return self.out(o * F.silu(self.output_gate(x)))
+
+    def mix(self, x: Tensor, **arguments: Any) -> tuple[Tensor, Tensor | None]:
+        raise NotImplementedError
+
+
+def rate_bias(*shape: int) -> nn.Parameter:
+    """Such that softplus of it is between 1e-3 and 1e-1."""
+    step = torch.empty(shape).uniform_(math.log(1e-3), math.log(1e-1)).exp()
+    return nn.Parameter(step + torch.log(-torch.expm1(-step)))
+
+
+class GatedDeltaNet(LinearAttention):
+    """One decay per head."""
+
+    def __init__(self, size: Size, number: int) -> None:
+        super().__init__(size, number)
+        self.gate = nn.Linear(size.width, size.value_heads, bias=False)
+        self.rate_bias = rate_bias(size.value_heads)
+
+    def mix(self, x: Tensor, **arguments: Any) -> tuple[Tensor, Tensor | None]:
+        gate = self.gate(x).float()[None]
+        return chunk_gated_delta_rule(g=gate, dt_bias=self.rate_bias, **arguments)
+
+
+class KimiDeltaAttention(LinearAttention):
+    """One decay per head and key channel."""
+
+    def __init__(self, size: Size, number: int) -> None:
+        super().__init__(size, number)
+        channels = size.value_heads * HEAD
+        self.gate = nn.Sequential(
+            nn.Linear(size.width, HEAD, bias=False), nn.Linear(HEAD, channels, bias=False)
+        )
+        self.rate_bias = rate_bias(channels)
+
+    def mix(self, x: Tensor, **arguments: Any) -> tuple[Tensor, Tensor | None]:
+        gate = self.gate(x).to(torch.bfloat16).view(1, x.shape[0], self.value_heads, HEAD)
+        return chunk_kda(g=gate, dt_bias=self.rate_bias, **arguments)
 
 
 class Attention(nn.Module):
@@ -135,10 +173,18 @@ class FeedForward(nn.Module):
         return self.down(F.silu(gate) * value)
 
 
+#: The linear layers of a model, which take turns.
+OPS: dict[str, tuple[type[LinearAttention], ...]] = {
+    "gdn": (GatedDeltaNet,),
+    "kda": (KimiDeltaAttention,),
+    "hybrid": (GatedDeltaNet, KimiDeltaAttention),
+}
+
+
 class Layer(nn.Module):
-    def __init__(self, size: Size, number: int) -> None:
+    def __init__(self, size: Size, number: int, linear: type[LinearAttention]) -> None:
         super().__init__()
-        self.mixer = (Attention if number % 4 == 3 else GatedDeltaNet)(size, number)
+        self.mixer = (Attention if number % 4 == 3 else linear)(size, number)
         self.feed_forward = FeedForward(size.width)
         self.norms = nn.Parameter(torch.ones(2, size.width))
 
@@ -151,10 +197,13 @@ class Layer(nn.Module):
 class Model(nn.Module):
     """Next-byte logits `[T, vocabulary]` for a pack of documents, or for the one that `cache` is about."""
 
-    def __init__(self, size: Size, vocabulary: int) -> None:
+    def __init__(self, size: Size, vocabulary: int, op: str = "gdn") -> None:
         super().__init__()
+        kinds = OPS[op]
         self.embedding = nn.Embedding(vocabulary, size.width)
-        self.layers = nn.ModuleList(Layer(size, number) for number in range(size.layers))
+        self.layers = nn.ModuleList(
+            Layer(size, number, kinds[number % len(kinds)]) for number in range(size.layers)
+        )
         self.norm = nn.Parameter(torch.ones(size.width))
         self.head = nn.Linear(size.width, vocabulary, bias=False)
         for name, weight in self.named_parameters():

@@ -26,7 +26,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 import torch
 import torch.nn.functional as F
 from data import BORDER, VOCABULARY, Pack, packs, read_sources
-from model import Model, Size, continue_text
+from model import OPS, Model, Size, continue_text
 from rich.console import Console
 from rich.panel import Panel
 from rich.progress import (
@@ -97,9 +97,9 @@ def loss_of(model: Model, batch: Pack) -> torch.Tensor:
     return F.cross_entropy(logits, batch.targets)
 
 
-def new_model(plan: Plan, device: torch.device, seed: int) -> Model:
+def new_model(plan: Plan, op: str, device: torch.device, seed: int) -> Model:
     torch.manual_seed(seed)
-    return Model(plan.size, VOCABULARY).to(device)
+    return Model(plan.size, VOCABULARY, op).to(device)
 
 
 def train(
@@ -169,7 +169,7 @@ def smooth(values: list[float], reach: float = 0.9) -> list[float]:
     return result
 
 
-def draw(losses: list[float], held_out: float, out: Path) -> None:
+def draw(losses: list[float], held_out: float, op: str, out: Path) -> None:
     """The loss curve: in the terminal, and as out/loss.png."""
     import plotext
     from matplotlib.figure import Figure
@@ -188,7 +188,7 @@ def draw(losses: list[float], held_out: float, out: Path) -> None:
     axes.plot(steps, losses, color="tab:blue", alpha=0.3, linewidth=1, label="each step")
     axes.plot(steps, smooth(losses), color="tab:blue", linewidth=2, label="smoothed")
     axes.axhline(held_out, color="tab:orange", linestyle="--", label=f"held-out files: {held_out:.3f}")
-    axes.set(xlabel="step", ylabel="loss (nats per byte)", title="A hybrid language model on cake.gdn")
+    axes.set(xlabel="step", ylabel="loss (nats per byte)", title=f"A small language model on cake: {op}")
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(out / "loss.png", dpi=150)
@@ -212,7 +212,14 @@ def compare(first: Result, second: Result, repeat: int) -> bool:
     return all(one == other for _, one, other in rows)
 
 
-def describe(model: Model, plan: Plan, device: torch.device, texts: list[bytes]) -> None:
+KINDS = {
+    "gdn": "the gated delta rule",
+    "kda": "Kimi Delta Attention",
+    "hybrid": "the gated delta rule and Kimi Delta Attention in turn",
+}
+
+
+def describe(model: Model, plan: Plan, op: str, device: torch.device, texts: list[bytes]) -> None:
     parameters = sum(p.numel() for p in model.parameters())
     where = (
         torch.cuda.get_device_name(device)
@@ -222,7 +229,7 @@ def describe(model: Model, plan: Plan, device: torch.device, texts: list[bytes])
     console.print(
         Panel(
             f"{parameters / 1e6:.1f} M parameters: {plan.size.layers} layers of width {plan.size.width},"
-            f" softmax attention in every fourth, the gated delta rule (H={plan.size.heads},"
+            f" softmax attention in every fourth, {KINDS[op]} (H={plan.size.heads},"
             f" HV={plan.size.value_heads}) in the others\n"
             f"{len(texts)} files of Python's standard library, {sum(map(len, texts)) / 1e6:.1f} MB;"
             f" {plan.steps} steps of up to {plan.tokens} bytes, whole files packed\n"
@@ -234,8 +241,12 @@ def describe(model: Model, plan: Plan, device: torch.device, texts: list[bytes])
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a small hybrid language model through cake.")
+    parser.add_argument("--op", choices=OPS, default="gdn", help="the linear layers (default: gdn)")
     parser.add_argument("--steps", type=int, help="steps to train (default: what fits the device)")
-    parser.add_argument("--device", help="cpu, cuda, cuda:1, … (default: a GPU where there is one)")
+    parser.add_argument(
+        "--device",
+        help="cpu, cuda, cuda:1, … (default: a GPU where there is one and the op has kernels for it)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="decides everything that is random (default: 0)")
     parser.add_argument(
         "--out", type=Path, default=Path("demo-out"), help="folder to write (default: demo-out)"
@@ -249,7 +260,9 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> int:
     args = parse_arguments()
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    # KDA runs on its reference backend, which is for CPUs.
+    gpu = torch.cuda.is_available() and args.op == "gdn"
+    device = torch.device(args.device or ("cuda" if gpu else "cpu"))
     plan = SMOKE if args.smoke else GPU if device.type == "cuda" else CPU
     steps = args.steps or plan.steps
     plan = Plan(plan.size, plan.tokens, steps, plan.rate, min(plan.repeat, steps), plan.sample)
@@ -257,11 +270,11 @@ def main() -> int:
     torch.use_deterministic_algorithms(True)
 
     texts, held_out_texts = read_sources(longest=plan.tokens)
-    model = new_model(plan, device, args.seed)
-    describe(model, plan, device, texts)
+    model = new_model(plan, args.op, device, args.seed)
+    describe(model, plan, args.op, device, texts)
     first = train(model, texts, plan, steps, args.seed, {plan.repeat, steps}, "training")
     held_out = held_out_loss(model, held_out_texts, plan)
-    draw(first.losses, held_out, args.out)
+    draw(first.losses, held_out, args.op, args.out)
     speed = first.tokens / first.seconds
     console.print(
         f"loss {first.losses[0]:.3f} -> {smooth(first.losses)[-1]:.3f} nats per byte;"
@@ -274,7 +287,13 @@ def main() -> int:
     del model
 
     again = train(
-        new_model(plan, device, args.seed), texts, plan, plan.repeat, args.seed, {plan.repeat}, "again"
+        new_model(plan, args.op, device, args.seed),
+        texts,
+        plan,
+        plan.repeat,
+        args.seed,
+        {plan.repeat},
+        "again",
     )
     same = compare(first, again, plan.repeat)
 
