@@ -19,7 +19,7 @@ H200 = CEILINGS["NVIDIA H200"]
 
 
 def test_floors_agree_with_hand_counts():
-    # H=64, 16384 tokens: 16384 chunks times heads. Forward 10.1 MFLOP each; q, k, v, raw gate and o, 16 KB each.
+    # H=64, 16384 tokens: 16384 chunks times heads. Forward 10.1 MFLOP each; q, k, v, g and o of 16 KB each.
     shape = BENCH.shape("h64-1x16384")
     forward = work(shape, "fwd", None)
     assert forward.flops / H200.flops_per_s * 1e3 == pytest.approx(0.209, rel=0.02)

@@ -24,8 +24,8 @@ _FREE = "-free"
 _FOUR = (3840, 3776, 3200, 5568)
 _M = (12000, 9000, 6000, 3768, 2000)
 
-#: Heads of Kimi-Linear (32) and Kimi-K3 (96, 12 at tensor parallel 8), and the lengths that peers publish. The
-#: gate of a shape is bounded, unless its name ends in "-free".
+#: Heads of Kimi-Linear (32) and Kimi-K3 (96, 12 at tensor parallel 8), and the lengths that peers publish.
+#: The gate of a shape is bounded, unless its name ends in "-free".
 SHAPES = (
     Shape("tiny", (1, 2), (70, 30), tiny=True),
     Shape("tiny-free", (1, 2), (70, 30), tiny=True),
@@ -168,8 +168,8 @@ def work(shape: Shape, which: Pass, mode: str | None) -> Work:
       64 x 64 triangle; it moves q, k, v, o, the raw gate (bf16) and beta. The tape of mode "save" adds the
       states (bf16 [128, 128]).
     - backward 7 b + 5 m, of which b + m rebuild the deltas from the states, and four decayed products; it
-      prepares the chunks again. It moves q, k, v, do, the raw gate and beta, the tape, and the gradients. Mode
-      "recompute" has no tape: it walks the states (2 b + m) once more.
+      prepares the chunks again. It moves q, k, v, do, the raw gate and beta, the tape, and the gradients.
+      Mode "recompute" has no tape: it walks the states (2 b + m) once more.
 
     Args:
         shape: Heads and lengths.
