@@ -1,10 +1,11 @@
 """`cake vendor check`: whatever isn't as VENDORED.json says is named, with its file and without git."""
 
 import json
+import shutil
 
 import pytest
 
-from cake.core import vendor
+from cake.core import registry, vendor
 from cake.core.cli import main
 from cake.core.testing.checkouts import Checkout, write_files
 from cake.core.vendor import _git
@@ -187,3 +188,18 @@ def test_history_does_not_matter_to_check(checkout, repo):
     assert vendor.check([], repo) == {"toy": []}
     (repo / ".git").rename(repo.parent / "gone")
     assert main(["vendor", "check", "--repo", str(repo)]) == 0
+
+
+def test_an_installed_op_is_checked_where_it_lies(repo, folder, toy, monkeypatch, capsys):
+    """As from a wheel: no checkout, no git, the declaration says where."""
+    installed = registry.op_spec("toy").kernel_packages[0].root().parent
+    shutil.copytree(folder, installed / "_vendor")
+    monkeypatch.chdir("/")
+    monkeypatch.setattr(_git, "git", None)
+    assert main(["vendor", "check", "toy"]) == 0
+    assert capsys.readouterr().out == "toy: ok\n"
+    write(installed / "_vendor/cake/include/cake/ptx.cuh", "// ptX\n")
+    assert main(["vendor", "check", "toy"]) == 1
+    assert f"toy: {installed}/_vendor/cake/include/cake/ptx.cuh was changed" in capsys.readouterr().out
+    assert main(["vendor", "check", "gone"]) == 1
+    assert "gone" in capsys.readouterr().err
