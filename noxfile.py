@@ -153,7 +153,8 @@ def kernels(session: nox.Session) -> None:
 def wheels(session: nox.Session) -> None:
     """Build every wheel and sdist, then install them into clean environments and use them there."""
     session.install("-q", *BUILDING, *TESTING)
-    session.run("pytest", "--confcutdir=tests/wheels", "--timeout=1200", "tests/wheels", *session.posargs)
+    words = ["--confcutdir=tests/wheels", "-n", workers(), "--dist=loadfile", "--timeout=1200"]
+    session.run("pytest", *words, "tests/wheels", *session.posargs)
 
 
 @nox.session(reuse_venv=True)

@@ -94,7 +94,7 @@ def bounds(low: str, high: str) -> str:
 
 @pytest.fixture(scope="module")
 def repo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """cake-core 0.1.0, 0.2.0 and cake-toy 0.1.0, for 0.1, are released; the tree has 0.2.1 and 0.2.0, for 0.2."""
+    """Released: cake-core 0.1.0, 0.2.0, cake-toy 0.1.0 (for 0.1). The tree has 0.2.1 and 0.2.0 (for 0.2)."""
     repo = tmp_path_factory.mktemp("repo")
     subprocess.run(["git", "init", "-q", "-b", "main", str(repo)], check=True)
     write(repo / "tools/vendor_cake.py", "")
