@@ -32,6 +32,7 @@ LIMITS = {
     "dh0": 4e-3,
 }
 STATES = ("ht", "dh0")
+KEPT = ("CAKE_CACHE_DIR", "CAKE_CACHE_READONLY_DIRS", "CAKE_NVCC")  # where compiled kernels come from
 # Half the RMS of dg at ordinary gates and loss gradients of unit variance: where a gate is so strong that the
 # true dg is next to nothing, its error is judged against this. A state under total decay is below fp32.
 ORDINARY_DG = 0.02
@@ -79,7 +80,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 def _unconfigured(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No configuration leaks into a test, or out of one."""
     for variable in env.VARIABLES:
-        if variable.name.startswith("CAKE_") and variable.name not in ("CAKE_CACHE_DIR", "CAKE_NVCC"):
+        if variable.name.startswith("CAKE_") and variable.name not in KEPT:
             monkeypatch.delenv(variable.name, raising=False)
     config.reset()
     yield

@@ -25,6 +25,7 @@ def test_lengths(make, call, assert_accurate, tokens):
     assert_accurate(case, got)
 
 
+@pytest.mark.slow
 def test_every_length_up_to_130_in_one_pack(make, call, assert_accurate):
     case = make(tuple(range(131)), heads=(1, 1), seed=3)
     assert_accurate(case, call(case))
@@ -156,6 +157,7 @@ def test_rows_of_zeros_have_finite_gradients(make, call, assert_accurate):
 class TestGateGradient:
     """Gradients of g are differences of large sums: the first thing that a careless rounding ruins."""
 
+    @pytest.mark.slow
     def test_model_gates(self, make, call, assert_accurate):
         # A uniform in (0, 16): judged against its own size, whatever that is.
         case = make((1024,), heads=(4, 4), gate="model", beta_dtype=torch.bfloat16, state=False, seed=11)

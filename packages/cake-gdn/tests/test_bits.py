@@ -109,6 +109,7 @@ print(digest.hexdigest())
 """
 
 
+@pytest.mark.slow
 def test_processes(device):
     digests = {
         subprocess.run(

@@ -134,6 +134,7 @@ def test_importing_loads_no_torch(module):
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.slow
 def test_the_cpu_needs_no_toolchain(tmp_path):
     # No nvcc, no driver, no cache folder, no compile: forward and backward on the torch twins.
     code = """

@@ -60,6 +60,7 @@ class TestEmptySequences:
         assert_accurate(case, call(case))
 
 
+@pytest.mark.slow
 class TestManyShortSequences:
     def test_accuracy(self, make, call, assert_accurate):
         case = make([1 + i % 3 for i in range(300)], heads=(1, 1))

@@ -1,9 +1,10 @@
-"""Pytest hooks for the markers ``gpu`` and ``nvcc``; a package's conftest.py imports them by name.
+"""Pytest hooks for the markers ``gpu``, ``nvcc`` and ``slow``; a package's conftest.py imports them by name.
 
     from cake.core.testing.markers import pytest_configure, pytest_runtest_setup
 
 ``@pytest.mark.gpu`` needs a CUDA GPU, ``@pytest.mark.gpu("sm_90a")`` one of that architecture, and
 ``@pytest.mark.nvcc`` a CUDA compiler; without it the test is skipped and the reason says what was missing.
+``@pytest.mark.slow`` is for what takes ten seconds on two cores: the compatibility matrix leaves it out.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Register the markers."""
     config.addinivalue_line("markers", "gpu(arch=None): needs a CUDA GPU, of the given architecture if any")
     config.addinivalue_line("markers", "nvcc: needs a CUDA compiler")
+    config.addinivalue_line("markers", "slow: takes ten seconds or more on two cores")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
