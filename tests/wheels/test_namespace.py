@@ -105,10 +105,10 @@ def test_one_is_upgraded_downgraded_and_removed(
     assert all(before.values())
 
     module = f"cake.{part(name)}"
-    wheel = later(name, "0.1.99")
+    wheel = later(name, "98.0.0")
     environment.pip("install", "-q", "--no-deps", "--upgrade", wheel)
-    assert environment.python(f"from {module} import _later; print(_later.VERSION)") == "0.1.99"
-    assert environment.python(f"import {module} as m; print(m.__version__)") == "0.1.99"
+    assert environment.python(f"from {module} import _later; print(_later.VERSION)") == "98.0.0"
+    assert environment.python(f"import {module} as m; print(m.__version__)") == "98.0.0"
     places(environment, NAMES)
     assert {other: files(environment, other) for other in others} == {o: before[o] for o in others}
 
