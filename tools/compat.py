@@ -206,7 +206,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     root = Path(__file__).resolve().parents[1]
     parser.add_argument("--repo", type=Path, default=root, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help="where to build and install; .nox/compat")
+    parser.add_argument("--folder", type=Path, help="where to build and install; .nox/matrix")
     parser.add_argument("--torch", default="torch", help="the requirement of torch, like torch==2.13.0")
     parser.add_argument(
         "--op", action="append", metavar="OP", help="only this op's pairs; repeat it for more"
@@ -215,7 +215,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=10.0, help="what the tests of one pair may take")
     parser.add_argument("words", nargs="*", metavar="-- WORD", help="more words for pytest, like -n 2")
     args = parser.parse_args(argv)
-    folder = args.folder or args.repo / ".nox" / "compat"
+    folder = args.folder or args.repo / ".nox" / "matrix"
     house = folder / "house"
     house.mkdir(parents=True, exist_ok=True)
     try:
