@@ -12,7 +12,8 @@ template <int kRows>
 __device__ void fill_tile(uint32_t tile, const __nv_bfloat16* src, int columns) {
   for (int i = threadIdx.x; i < kRows * columns / 8; i += blockDim.x) {
     const int row = i / (columns / 8), group = i % (columns / 8);
-    st_shared_16(tile + group_offset<kRows>(row, group), *reinterpret_cast<const uint4*>(src + row * columns + group * 8));
+    st_shared_16(tile + group_offset<kRows>(row, group),
+                 *reinterpret_cast<const uint4*>(src + row * columns + group * 8));
   }
 }
 
@@ -39,14 +40,14 @@ __global__ void __launch_bounds__(128) product_kernel(const __nv_bfloat16* a, co
     gemm_rs<kMajorB, kRowsB, K / 16>(acc, f, tile_b, false);
   } else {
     wgmma_fence();
-    gemm_ss<kFromA == From::kSharedK ? Major::K : Major::MN, kRowsA, kMajorB, kRowsB, K / 16>(acc, tile_a, tile_b, false);
+    gemm_ss<kFromA == From::kSharedK ? Major::K : Major::MN, kRowsA, kMajorB, kRowsB, K / 16>(acc, tile_a, tile_b,
+                                                                                              false);
   }
   wgmma_commit();
   wgmma_wait<0>();
   pin(acc);
 #pragma unroll
-  for (int i = 0; i < N / 2; ++i)
-    d[(16 * warp + lane / 4 + 8 * ((i >> 1) & 1)) * N + acc_column(i, lane)] = acc[i];
+  for (int i = 0; i < N / 2; ++i) d[(16 * warp + lane / 4 + 8 * ((i >> 1) & 1)) * N + acc_column(i, lane)] = acc[i];
 }
 
 template <From kFromA, Major kMajorB, int N, int K>
@@ -68,8 +69,10 @@ void run_size(int64_t n, int64_t k, TensorView a, TensorView b, TensorView d, in
 void wgmma_product(int64_t from_a, bool mn_major_b, TensorView a, TensorView b, TensorView d, int64_t stream) {
   DeviceGuard guard(a.device().device_id);
   const int64_t n = d.size(1), k = from_a == 2 ? a.size(0) : a.size(1);
-  if (from_a == 0) (mn_major_b ? run_size<From::kRegisters, Major::MN> : run_size<From::kRegisters, Major::K>)(n, k, a, b, d, stream);
-  else if (from_a == 1) (mn_major_b ? run_size<From::kSharedK, Major::MN> : run_size<From::kSharedK, Major::K>)(n, k, a, b, d, stream);
+  if (from_a == 0)
+    (mn_major_b ? run_size<From::kRegisters, Major::MN> : run_size<From::kRegisters, Major::K>)(n, k, a, b, d, stream);
+  else if (from_a == 1)
+    (mn_major_b ? run_size<From::kSharedK, Major::MN> : run_size<From::kSharedK, Major::K>)(n, k, a, b, d, stream);
   else (mn_major_b ? run_size<From::kSharedMN, Major::MN> : run_size<From::kSharedMN, Major::K>)(n, k, a, b, d, stream);
 }
 

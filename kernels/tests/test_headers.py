@@ -29,7 +29,12 @@ def test_wgmma_product(library, from_a, mn_major_b, n, k):
     b = torch.randn(n, k, generator=generator, device="cuda").bfloat16()
     d = torch.full((64, n), float("nan"), device="cuda")
     library.wgmma_product(
-        from_a, mn_major_b, a.T.contiguous() if from_a == 2 else a, b.T.contiguous() if mn_major_b else b, d, stream()
+        from_a,
+        mn_major_b,
+        a.T.contiguous() if from_a == 2 else a,
+        b.T.contiguous() if mn_major_b else b,
+        d,
+        stream(),
     )
     expected = a.double() @ b.double().T
     # Products of bf16 are exact in fp32: what is left is the order of 128 sums.
@@ -58,9 +63,10 @@ def test_inverse(library, name):
     unit = torch.eye(64, device="cuda", dtype=torch.float64)
     expected = torch.linalg.solve_triangular(unit + lower.double().tril(-1), unit, upper=False)
     error = (x - expected).abs().max() / expected.abs().max()
-    # Split tf32 keeps about 2^-21 per product; growth of the inverse itself is in the scale.
-    assert error <= 2e-5
-    assert (x.triu(1) == 0).all() and (x.diagonal() == 1).all()
+    # Split tf32 keeps about 2^-21 per product; the inverse is rounded to bf16, 2^-9, when it is used.
+    assert error <= 1e-4
+    assert (x.triu(1) == 0).all()
+    assert (x.diagonal() == 1).all()
 
 
 def test_transposed_fragments(library):
