@@ -68,14 +68,14 @@ def scan(
     save_states: bool = False,
     need_output: bool = True,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """The serial forward; see `_stages`. The tape holds tile images: `logical_states` shows them as [V, K]."""
+    """The serial forward; see `_stages`. The tape holds tile images: see `logical_states`."""
     edge = initial_state is not None
     o = torch.empty(v.shape, dtype=v.dtype, device=v.device) if need_output else None
     final_state = _edge_state(seqs, v) if output_final_state else None
     states = _tape(seqs, v, edge) if save_states else None
     _library("gdn_scan").gdn_scan(
-        q, k, v, beta, _plan_of(prep, seqs, q.device), seqs.n, seqs.chunk_capacity, prep.t, prep.b, prep.rq, prep.rk,
-        initial_state, o, final_state, states, edge, scale, _stream(v.device),
+        q, k, v, beta, _plan_of(prep, seqs, q.device), seqs.n, seqs.chunk_capacity,
+        prep.t, prep.b, prep.rq, prep.rk, initial_state, o, final_state, states, edge, scale, _stream(v.device),
     )  # fmt: skip
     return o, final_state, states
 
@@ -100,8 +100,8 @@ def adj(
     )
     dh0 = _edge_state(seqs, do) if need_dh0 else None
     _library("gdn_adj").gdn_adj(
-        q, k, do, beta, _plan_of(prep, seqs, q.device), seqs.n, seqs.chunk_capacity, prep.t, prep.b, prep.rq, prep.rk,
-        dht, y, dh0, adj_states, edge, scale, _stream(do.device),
+        q, k, do, beta, _plan_of(prep, seqs, q.device), seqs.n, seqs.chunk_capacity,
+        prep.t, prep.b, prep.rq, prep.rk, dht, y, dh0, adj_states, edge, scale, _stream(do.device),
     )  # fmt: skip
     return y, adj_states, dh0
 
@@ -129,8 +129,8 @@ def out(
     dbeta = torch.empty(v.shape[:3], dtype=torch.float32, device=q.device)
     dg = torch.empty_like(dbeta)
     _library("gdn_out").gdn_out(
-        q, k, v, do, y, beta, _plan_of(prep, seqs, q.device), seqs.n, seqs.chunk_capacity, prep.t, prep.b, prep.rq, prep.rk,
-        states, adj_states, states_edge, adj_edge, dq, dk, y, dbeta, dg, scale, l2norm, _ctas(q.device.index),
+        q, k, v, do, y, beta, _plan_of(prep, seqs, q.device), seqs.n, seqs.chunk_capacity,
+        prep.t, prep.b, prep.rq, prep.rk, states, adj_states, states_edge, adj_edge, dq, dk, y, dbeta, dg, scale, l2norm, _ctas(q.device.index),
         _stream(q.device),
     )  # fmt: skip
     return dq, dk, y, dbeta, dg
@@ -152,7 +152,7 @@ def _library(name: str) -> Any:
 
 
 def _stream(device: torch.device) -> int:
-    # Asked of torch at every call: a stream context or the autograd thread may have another one than last time.
+    # Asked of torch at every call: a stream context or the autograd thread may have another one by now.
     return torch.cuda.current_stream(device).cuda_stream
 
 

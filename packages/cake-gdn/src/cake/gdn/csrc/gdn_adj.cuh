@@ -13,9 +13,8 @@ namespace cake::gdn {
 
 __device__ __forceinline__ void adj_states(WalkShared& s, const WalkArgs& args, const Walk& walk, int thread) {
   const int lane = thread & 31, warp = thread >> 5;
-  const int channel0 = 64 * (warp >> 2) + 16 * (warp & 3);
+  const int channel0 = 16 * warp;  // the warp's first row of R^T
   const int64_t edge = (int64_t(walk.index) * args.v_heads + walk.v_head) * kHeadDim * kHeadDim;
-  const int64_t row_stride = int64_t(args.v_heads) * kHeadDim;
 
   float state[64];
   load_edge(state, args.edge_in ? args.edge_in + edge : nullptr, channel0, lane);
@@ -31,17 +30,16 @@ __device__ __forceinline__ void adj_states(WalkShared& s, const WalkArgs& args, 
 
     uint32_t a[8][4];
     to_frag(a, state);
-    const int64_t slot = adjoint_slot(walk.sequence, chunk, chunk == walk.chunks - 1, args.edge_slots);
-    if (slot >= 0)
-      store_state(smem_addr(s.state), args.states + (slot * args.v_heads + walk.v_head) * kHeadDim * kHeadDim, a,
-                  channel0, lane);
-
     s.ring.wait_full(at);
     float e[32], dd[32];
     pin(a);
     wgmma_fence();
     gemm_rs<Major::K, kChunk, 8>(e, a, k, false);
     wgmma_commit();
+    const int64_t slot = adjoint_slot(walk.sequence, chunk, chunk == walk.chunks - 1, args.edge_slots);
+    if (slot >= 0)
+      store_state(smem_addr(s.state), args.states + (slot * args.v_heads + walk.v_head) * kHeadDim * kHeadDim, a,
+                  channel0, lane);
     uint32_t grad[4][4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) ldmatrix_trans(grad[j], frag_address_trans<kChunk>(x, channel0, j, lane));
@@ -94,8 +92,7 @@ __device__ __forceinline__ void adj_states(WalkShared& s, const WalkArgs& args, 
     wgmma_fence();
     gemm_rs<Major::MN, kChunk, 4>(state, update, k, true);
     wgmma_commit();
-    store_channels(args.out + walk.token(chunk) * row_stride + walk.v_head * kHeadDim, row_stride, walk.rows(chunk), x,
-                   out, channel0, lane);
+    leave_channels(x, out, channel0, lane);
     wgmma_wait<0>();
     pin(state);
     __syncwarp();
@@ -116,7 +113,7 @@ static __global__ void __launch_bounds__(kWalkThreads, 1) adj_kernel(const __gri
   const Role role = static_cast<Role>(threadIdx.x / 128);
   if (role == Role::kProducer) {
     registers_shrink<kProducerRegisters>();
-    produce<false>(s, args, walk, threadIdx.x % 128);
+    produce<false, true>(s, args, walk, threadIdx.x % 128);
   } else if (role == Role::kHelper) {
     registers_shrink<kHelperRegisters>();
     help<false>(s, args, walk, threadIdx.x % 128);

@@ -1,21 +1,22 @@
-// gdn_out: the parallel rest of the backward. Persistent CTAs take (chunk, q/k head) pairs and loop over the pair's v heads;
-// everything about a pair stays in its CTA, so no sum crosses CTAs. Per v head, rows are tokens, G_ij = 2^(b_i - b_j):
+// gdn_out: the parallel rest of the backward. Persistent CTAs take (chunk, q/k head) pairs and loop over the pair's v
+// heads; everything about a pair stays in its CTA, so no sum crosses CTAs. Per v head, rows are tokens, G_ij = 2^(b_i-b_j):
 //
-//   W   = v - 2^b k^ S        D   = T (beta W)
-//   dP  = s tril(G) (dO D^T)            dL  = -m stril(G) (Y D^T)
-//   dq^ = s 2^b dO S^T + dP k^          X   = -m 2^b Y S^T + dL k^          (query role of k; m below)
-//   dk^ = 2^(b_C - b) D R^T + dP^T q^ + dL^T k^ + X
-//   dv  = beta Y              dbeta = Y . v + k^ . X / m
-//   db  = q^ . dq^ + k^ . X - k^ . (dk^ - X)
+//   U   = k^ S                W   = v - 2^b U                     D   = T (beta W)
+//   dP  = s tril(G) (dO D^T)                       dL  = -m stril(G) (Y D^T)            m below
+//   dq^ = s 2^b dO S^T + dP k^
+//   dk^ = 2^(b_C - b) D R^T + dP^T q^ + dL^T k^ - m 2^b Y S^T + dL k^
+//   dv  = beta Y              e_i = sum_j dL_ij (k^_i . k^_j)     dbeta = Y . W + e / m
+//   db  = q^ . dq^ + (e - m 2^b Y . U) - k^ . (2^(b_C - b) D R^T + dP^T q^ + dL^T k^)
 //   dg_i = sum_{j>=i} db_j + sum_j 2^(b_C - b_j) k^_j . (D R^T)_j + 2^b_C <S, R>
 //
-// m = beta, so that one bf16 rounding of m dL serves row i and column j of a pair alike and they cancel in dg; where
-// beta is too small to divide by, m = 1 and what stems from X beside dbeta is dropped. q^, k^ are normalised once
-// to bf16 and used for products and row dots alike, for the same reason. At the end of a group the norm's own
-// backward: dq = r_q (dq^ - q^ (q^ . dq^)), dk likewise.
+// m = beta, so that one bf16 rounding of dL serves row i and column j of a pair alike and they cancel in dg. Where beta
+// is too small to divide by, e and dbeta take m = 1 and the row adds nothing anywhere else. q^ and k^ are normalised
+// once to bf16 and used for products and row dots alike, for the same reason. At the end of a group comes the norm's
+// own backward: dq = r_q (dq^ - q^ (q^ . dq^)), dk likewise.
 //
-// Warpgroups: 0 (query) dP, dq^; 1 (erase) dL, X, dv, dbeta; 2 (delta) D, dk^; 3 (producer) loads the next v head as soon as
-// its buffers are free. S and R are [V][K] images: K-major for k^ S, MN-major for the products with S^T and R^T.
+// Warpgroups: 0 (query) dP, dq^; 1 (erase) dL, e and the last two terms of dk^; 2 (delta) U, D and the rest of dk^;
+// 3 (producer) loads, normalises q and k of the pair to come, and does what needs no product: dv and <S, R>.
+// S and R are [V][K] images: K-major for k^ S, MN-major for the products with S^T and R^T.
 #pragma once
 
 #include "cake/frag.cuh"
@@ -24,23 +25,23 @@
 namespace cake::gdn {
 
 constexpr int kOutThreads = 512;
-constexpr int kQueryRegisters = 136, kEraseRegisters = 152, kDeltaRegisters = 176, kOutProducerRegisters = 48;
+constexpr int kQueryRegisters = 144, kEraseRegisters = 152, kDeltaRegisters = 160, kOutProducerRegisters = 56;
 static_assert(kQueryRegisters + kEraseRegisters + kDeltaRegisters + kOutProducerRegisters == 512, "of a lane slot");
 constexpr float kLeastBeta = 0x1p-60f;
 
-enum OutBarrier { kComputeBarrier = 1, kDeltaBarrier = 2 };
+enum OutBarrier { kComputeBarrier = 1, kDeltaBarrier = 2, kKeyBarrier = 3, kProducerBarrier = 4 };
 
 struct OutArgs {
   View<const __nv_bfloat16> q, k, v, grad;  // [B, T, H or HV, 128]; grad = dO
   Scalars beta;
   Plan plan;
-  const __nv_bfloat16* t;            // [HV, total, 64]
-  const float *b, *rq, *rk;          // [HV, total], [H, total]
-  const __nv_bfloat16* y;            // [total, HV, 128]
+  const __nv_bfloat16* t;  // [HV, total, 64]
+  const float *b, *rq, *rk;  // [HV, total], [H, total]
+  const __nv_bfloat16* y;  // [total, HV, 128]
   const __nv_bfloat16 *states, *adjoints;  // images [slots, HV, 128, 128]
-  bool states_edge, adjoints_edge;   // whether the tapes have the sequences' edge slots
-  __nv_bfloat16 *dq, *dk, *dv;       // [total, H or HV, 128]; dv may be y
-  float *dbeta, *dg;                 // [total, HV]
+  bool states_edge, adjoints_edge;  // whether the tapes have the sequences' edge slots
+  __nv_bfloat16 *dq, *dk, *dv;  // [total, H or HV, 128]; dv may be y
+  float *dbeta, *dg;  // [total, HV]
   int heads, group;
   float scale;
   bool l2norm;
@@ -49,49 +50,53 @@ struct OutArgs {
 // Per token and v head; two sets, for the v head in work and the next.
 struct alignas(16) OutVectors {
   float b[kChunk], grown[kChunk], rest[kChunk], beta[kChunk];  // b, 2^b, 2^(b_C - b)
-  float decay;                                                 // 2^b_C
+  float decay;  // 2^b_C
 };
 
+// Parts of db, dbeta and dg: q^ . dq^, e, Y . U, k^ . (...), Y . W, and per-warp parts of <S, R> and of the sum of
+// 2^(b_C - b) k^ . (D R^T).
 struct OutDots {
-  float query[kChunk], erase[kChunk], key[kChunk];  // the three terms of db
-  float state[8], written[4];                       // per-warp parts of <S, R> and of sum 2^(b_C - b) k^ . (D R^T)
+  float query[kChunk], erase[kChunk], erased_state[kChunk], key[kChunk], residual[kChunk];
+  float state[4], written[4];
+};
+
+// q^ and k^ of a pair; dq and dk on their way out.
+struct OutPairTiles {
+  alignas(1024) uint8_t q[kTokenTileBytes], k[kTokenTileBytes];
 };
 
 struct OutShared {
-  alignas(1024) uint8_t q[kTokenTileBytes], k[kTokenTileBytes];  // normalised in place; dq, dk on the way out
+  OutPairTiles pairs[2];
   alignas(1024) uint8_t s[kStateTileBytes], r[kStateTileBytes];
   alignas(1024) uint8_t v[kTokenTileBytes], grad[kTokenTileBytes], y[kTokenTileBytes], t[kSquareTileBytes];
-  alignas(1024) uint8_t delta[kTokenTileBytes];                  // beta W, then D
-  alignas(1024) uint8_t dp[kSquareTileBytes], dl[kSquareTileBytes];
-  alignas(16) float4 erase_total[16][128];                       // sum over the group of X: thread-private slots
+  union {
+    struct {
+      alignas(1024) uint8_t delta[kTokenTileBytes];  // beta W, then D
+      alignas(1024) uint8_t dp[kSquareTileBytes], dl[kSquareTileBytes];
+    };
+    float4 erased[16][128];  // at the end of a group: warpgroup 1's part of dk^, in thread-private slots
+  };
   OutVectors vectors[2];
   OutDots dots[2];
-  float rq[kChunk], rk[kChunk], value_dot[kChunk];
-  alignas(8) uint64_t pair_full, pair_empty;      // q, k, rq, rk
-  uint64_t tokens_full, tokens_empty;             // v, grad, y, t, vectors
+  float rq[2][kChunk], rk[2][kChunk];
+  alignas(8) uint64_t pair_full[2], pair_empty[2];  // q^, k^, rq, rk
+  uint64_t values_full, values_empty;  // v, t
+  uint64_t grads_full, grads_empty;  // grad, y, vectors
   uint64_t s_full, s_empty, r_full, r_empty;
-  uint64_t delta_full, products_full;             // D; dP and dL
+  uint64_t delta_full, products_full;  // D; dP and dL
+  uint64_t state_dot_full;  // <S, R>
 };
 static_assert(sizeof(OutShared) <= 232448, "an SM gives a CTA 227 KB");
 
-struct OutPair {
-  Chunk chunk;
-  Sequence sequence;
-  int head;
-};
-
-__device__ __forceinline__ OutPair out_pair(const OutArgs& args, int work) {
-  OutPair p;
-  p.chunk = args.plan.chunk(work / args.heads);
-  p.sequence = args.plan.sequence(p.chunk.sequence);
-  p.head = work % args.heads;
-  return p;
+__device__ __forceinline__ void release(uint64_t& bar, int lane) {
+  __syncwarp();
+  if (lane == 0) mbar_arrive(smem_addr(&bar));
 }
 
 // ---- producer --------------------------------------------------------------------------------------------------
 
 // A 32 KB state image, or zeros where the tape has no slot. All 128 threads; each arrives once.
-__device__ __forceinline__ void load_state(uint32_t tile, uint64_t& full, const __nv_bfloat16* tape, int64_t slot,
+__device__ __forceinline__ void load_state(uint32_t tile, uint64_t& full, const __nv_bfloat16* tape, int slot,
                                            int v_heads, int v_head, int thread) {
   const uint32_t bar = smem_addr(&full);
   if (slot < 0) {
@@ -100,23 +105,105 @@ __device__ __forceinline__ void load_state(uint32_t tile, uint64_t& full, const 
     mbar_arrive(bar);
   } else if (thread == 0) {
     mbar_arrive_expect_tx(bar, kStateTileBytes);
-    bulk_load(tile, tape + (slot * v_heads + v_head) * kHeadDim * kHeadDim, kStateTileBytes, bar);
+    bulk_load(tile, tape + (int64_t(slot) * v_heads + v_head) * kHeadDim * kHeadDim, kStateTileBytes, bar);
   } else {
     mbar_arrive(bar);
   }
 }
 
+// x^ = r x in place, on the 16-byte groups that this thread copied itself.
+__device__ __forceinline__ void normalise(uint32_t tile, const float* r, int thread) {
+  tile += group_offset<kChunk>(thread / 16, thread % 16);
+#pragma unroll 2
+  for (int i = 0; i < 8; ++i, tile += 8 * kPanelRowBytes) {
+    const float scale = r[thread / 16 + 8 * i];
+    uint4 x = ld_shared_16(tile);
+    x.x = pack_bf16(scale * bf16_lo(x.x), scale * bf16_hi(x.x));
+    x.y = pack_bf16(scale * bf16_lo(x.y), scale * bf16_hi(x.y));
+    x.z = pack_bf16(scale * bf16_lo(x.z), scale * bf16_hi(x.z));
+    x.w = pack_bf16(scale * bf16_lo(x.w), scale * bf16_hi(x.w));
+    st_shared_16(tile, x);
+  }
+}
+
+// q^ and k^ of this CTA's pair number `turn`.
+__device__ __forceinline__ void produce_pair(OutShared& s, const OutArgs& args, int work, int turn, int thread) {
+  const Chunk chunk = args.plan.chunk(work / args.heads);
+  const int head = work % args.heads, tokens = args.plan.tokens_per_batch, set = turn & 1;
+  const int64_t first = int64_t(head) * args.plan.total + chunk.token;
+  OutPairTiles& tiles = s.pairs[set];
+  mbar_wait(smem_addr(&s.pair_empty[set]), ((turn >> 1) & 1) ^ 1);
+  load_rows<16, 128>(smem_addr(tiles.q), args.q.row(chunk.token, tokens, head), args.q.token_stride, chunk.rows,
+                     thread);
+  load_rows<16, 128>(smem_addr(tiles.k), args.k.row(chunk.token, tokens, head), args.k.token_stride, chunk.rows,
+                     thread);
+  cp_async_commit();
+  if (thread < kChunk) {
+    s.rq[set][thread] = thread < chunk.rows ? args.rq[first + thread] : 0.f;
+    s.rk[set][thread] = thread < chunk.rows ? args.rk[first + thread] : 0.f;
+  }
+  cp_async_wait<0>();
+  bar_sync(kProducerBarrier, 128);  // rq and rk
+  if (args.l2norm) {
+    normalise(smem_addr(tiles.q), s.rq[set], thread);
+    normalise(smem_addr(tiles.k), s.rk[set], thread);
+  }
+  fence_proxy_async();
+  mbar_arrive(smem_addr(&s.pair_full[set]));
+}
+
+// dv = beta Y.
+__device__ __forceinline__ void value_gradient(uint32_t y, const float* beta, __nv_bfloat16* dv, int row_stride,
+                                               int rows, int thread) {
+  int row = thread / 16;
+  y += group_offset<kChunk>(row, thread % 16);
+  dv += int64_t(row) * row_stride + thread % 16 * 8;
+#pragma unroll 2
+  for (int i = 0; i < 8; ++i, row += 8, y += 8 * kPanelRowBytes, dv += 8 * row_stride) {
+    if (row >= rows) continue;
+    const uint4 x = ld_shared_16(y);
+    const float scale = beta[row];
+    *reinterpret_cast<uint4*>(dv) = make_uint4(
+        pack_bf16(scale * bf16_lo(x.x), scale * bf16_hi(x.x)), pack_bf16(scale * bf16_lo(x.y), scale * bf16_hi(x.y)),
+        pack_bf16(scale * bf16_lo(x.z), scale * bf16_hi(x.z)), pack_bf16(scale * bf16_lo(x.w), scale * bf16_hi(x.w)));
+  }
+}
+
+// A warp's part of <S, R>: the trace of S R^T from 16 x 8 products of which only the diagonals are wanted, still an
+// eighth of the instructions of a plain dot.
+__device__ __forceinline__ float state_dot(uint32_t s, uint32_t r, int warp, int lane) {
+  float upper[4] = {}, lower[4] = {};  // rows 0..7 against rows 0..7, and 8..15 against 8..15
+#pragma unroll 1
+  for (int block = 0; block < 2; ++block)
+#pragma unroll 4
+    for (int k = 0; k < 8; ++k) {
+      uint32_t a[4], b[4];
+      ldmatrix(a, frag_address<kHeadDim>(s, 32 * warp + 16 * block, k, lane));
+      ldmatrix(b, frag_address<kHeadDim>(r, 32 * warp + 16 * block, k, lane));
+      mma_bf16(upper, a, b[0], b[2]);
+      mma_bf16(lower, a, b[1], b[3]);
+    }
+  const int row = lane >> 2, column = 2 * (lane & 3);
+  float sum = row == column ? upper[0] + lower[2] : row == column + 1 ? upper[1] + lower[3] : 0.f;
+#pragma unroll
+  for (int d = 16; d >= 1; d >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, d);
+  return sum;
+}
+
 __device__ __forceinline__ void out_produce(OutShared& s, const OutArgs& args, int thread) {
-  const int tokens = args.plan.tokens_per_batch, v_heads = args.heads * args.group;
+  const int tokens = args.plan.tokens_per_batch, v_heads = args.heads * args.group, lane = thread & 31;
   const int64_t total = args.plan.total;
   const int works = args.plan.chunk_count() * args.heads;
-  uint32_t pair_parity = 0;
-  int step = 0;  // v heads so far
-  for (int work = blockIdx.x; work < works; work += gridDim.x, pair_parity ^= 1) {
-    const OutPair p = out_pair(args, work);
-    const int token = p.chunk.token, rows = p.chunk.rows;
-    for (int j = 0; j < args.group; ++j, ++step) {
-      const int v_head = p.head * args.group + j;
+  int step = 0, turn = 0;  // v heads and pairs so far
+  if (blockIdx.x < works) produce_pair(s, args, blockIdx.x, 0, thread);
+  for (int work = blockIdx.x; work < works; work += gridDim.x, ++turn) {
+    const Chunk chunk = args.plan.chunk(work / args.heads);
+    const Sequence sequence = args.plan.sequence(chunk.sequence);
+    const int token = chunk.token, rows = chunk.rows;
+    const int s_slot = state_slot(sequence, chunk.index, args.states_edge);
+    const int r_slot = adjoint_slot(sequence, chunk.index, chunk.last, args.adjoints_edge);
+    int v_head = work % args.heads * args.group;
+    for (int j = 0; j < args.group; ++j, ++step, ++v_head) {
       const uint32_t parity = step & 1;
       OutVectors& vectors = s.vectors[parity];
       float b = 0.f, last = 0.f, beta = 0.f;
@@ -125,9 +212,14 @@ __device__ __forceinline__ void out_produce(OutShared& s, const OutArgs& args, i
         last = args.b[v_head * total + token + rows - 1];
         if (thread < rows) beta = args.beta.at(token + thread, tokens, v_head);
       }
-      mbar_wait(smem_addr(&s.tokens_empty), parity ^ 1);
+      // In the order in which the previous v head lets go of them, which is nearly the order in which this one asks.
+      mbar_wait(smem_addr(&s.s_empty), parity ^ 1);
+      load_state(smem_addr(s.s), s.s_full, args.states, s_slot, v_heads, v_head, thread);
+      mbar_wait(smem_addr(&s.values_empty), parity ^ 1);
       load_rows<16, 128>(smem_addr(s.v), args.v.row(token, tokens, v_head), args.v.token_stride, rows, thread);
       load_rows<8, 128>(smem_addr(s.t), args.t + (v_head * total + token) * kChunk, kChunk, rows, thread);
+      cp_async_commit();
+      mbar_wait(smem_addr(&s.grads_empty), parity ^ 1);
       load_rows<16, 128>(smem_addr(s.y), args.y + (int64_t(token) * v_heads + v_head) * kHeadDim, v_heads * kHeadDim,
                          rows, thread);
       load_rows<16, 128>(smem_addr(s.grad), args.grad.row(token, tokens, v_head), args.grad.token_stride, rows, thread);
@@ -137,28 +229,27 @@ __device__ __forceinline__ void out_produce(OutShared& s, const OutArgs& args, i
         vectors.beta[thread] = beta;
         if (thread == 0) vectors.decay = ex2(last);
       }
-      mbar_wait(smem_addr(&s.s_empty), parity ^ 1);
-      load_state(smem_addr(s.s), s.s_full, args.states, state_slot(p.sequence, p.chunk.index, args.states_edge), v_heads,
-                 v_head, thread);
+      mbar_wait(smem_addr(&s.r_empty), parity ^ 1);
+      load_state(smem_addr(s.r), s.r_full, args.adjoints, r_slot, v_heads, v_head, thread);
+      cp_async_wait<1>();
+      fence_proxy_async();
+      mbar_arrive(smem_addr(&s.values_full));
       cp_async_wait<0>();
       fence_proxy_async();
-      mbar_arrive(smem_addr(&s.tokens_full));
-      if (j == 0) {
-        mbar_wait(smem_addr(&s.pair_empty), pair_parity ^ 1);
-        load_rows<16, 128>(smem_addr(s.q), args.q.row(token, tokens, p.head), args.q.token_stride, rows, thread);
-        load_rows<16, 128>(smem_addr(s.k), args.k.row(token, tokens, p.head), args.k.token_stride, rows, thread);
-        cp_async_commit();
-        if (thread < kChunk) {
-          s.rq[thread] = thread < rows ? args.rq[p.head * total + token + thread] : 0.f;
-          s.rk[thread] = thread < rows ? args.rk[p.head * total + token + thread] : 0.f;
-        }
-        cp_async_wait<0>();
-        fence_proxy_async();
-        mbar_arrive(smem_addr(&s.pair_full));
-      }
-      mbar_wait(smem_addr(&s.r_empty), parity ^ 1);
-      load_state(smem_addr(s.r), s.r_full, args.adjoints,
-                 adjoint_slot(p.sequence, p.chunk.index, p.chunk.last, args.adjoints_edge), v_heads, v_head, thread);
+      mbar_arrive(smem_addr(&s.grads_full));
+      if (j == 0 && work + gridDim.x < works) produce_pair(s, args, work + gridDim.x, turn + 1, thread);
+
+      mbar_wait(smem_addr(&s.grads_full), parity);
+      value_gradient(smem_addr(s.y), vectors.beta, args.dv + (int64_t(token) * v_heads + v_head) * kHeadDim,
+                     v_heads * kHeadDim, rows, thread);
+      release(s.grads_empty, lane);
+      mbar_wait(smem_addr(&s.s_full), parity);
+      mbar_wait(smem_addr(&s.r_full), parity);
+      const float dot = state_dot(smem_addr(s.s), smem_addr(s.r), thread >> 5, lane);
+      if (lane == 0) s.dots[parity].state[thread >> 5] = dot;
+      release(s.s_empty, lane);
+      release(s.r_empty, lane);
+      mbar_arrive(smem_addr(&s.state_dot_full));
     }
   }
 }
@@ -173,127 +264,121 @@ struct Lane {
   __device__ __forceinline__ int column(int block) const { return 8 * block + 2 * (lane & 3); }
 };
 
-__device__ __forceinline__ void release(uint64_t& bar, int lane) {
+// A 64 x 128 result over the tile it was made from, and on to memory. A warp keeps to its own 16 rows.
+__device__ __forceinline__ void store_rows(uint32_t tile, const float (&acc)[64], __nv_bfloat16* out, int row_stride,
+                                           int rows, const Lane& me) {
   __syncwarp();
-  if (lane == 0) mbar_arrive(smem_addr(&bar));
-}
-
-// q^ = r_q q and k^ = r_k k in place, by the 384 computing threads.
-__device__ __forceinline__ void normalise(OutShared& s, int thread) {
-  for (int i = thread; i < 2 * kChunk * 16; i += 384) {
-    const int row = (i >> 4) & 63, group = i & 15;
-    const bool is_q = i < kChunk * 16;
-    const uint32_t at = smem_addr(is_q ? s.q : s.k) + group_offset<kChunk>(row, group);
-    const float r = is_q ? s.rq[row] : s.rk[row];
-    uint4 x = ld_shared_16(at);
-    x.x = pack_bf16(r * bf16_lo(x.x), r * bf16_hi(x.x));
-    x.y = pack_bf16(r * bf16_lo(x.y), r * bf16_hi(x.y));
-    x.z = pack_bf16(r * bf16_lo(x.z), r * bf16_hi(x.z));
-    x.w = pack_bf16(r * bf16_lo(x.w), r * bf16_hi(x.w));
-    st_shared_16(at, x);
-  }
-}
-
-// This warpgroup's half of <S, R>: both images are swizzled alike, so their bytes pair up as they lie.
-__device__ __forceinline__ void state_dot(OutShared& s, OutDots& dots, int half, const Lane& me) {
-  float sum = 0.f;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    const uint32_t offset = (i >> 2) * (kStateTileBytes / 2) + half * (kStateTileBytes / 4) + ((i & 3) * 128 + me.thread) * 16;
-    const uint4 x = ld_shared_16(smem_addr(s.s) + offset), y = ld_shared_16(smem_addr(s.r) + offset);
-    const uint32_t xs[4] = {x.x, x.y, x.z, x.w}, ys[4] = {y.x, y.y, y.z, y.w};
+    uint32_t f[4];
 #pragma unroll
-    for (int w = 0; w < 4; ++w) {
-      sum = fmaf(bf16_lo(xs[w]), bf16_lo(ys[w]), sum);
-      sum = fmaf(bf16_hi(xs[w]), bf16_hi(ys[w]), sum);
-    }
+    for (int j = 0; j < 4; ++j) f[j] = pack_bf16(acc[acc_index(i, j)], acc[acc_index(i, j) + 1]);
+    stmatrix(frag_address<kChunk>(tile, me.row0, i, me.lane), f);
   }
-#pragma unroll
-  for (int d = 16; d >= 1; d >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, d);
-  if (me.lane == 0) dots.state[4 * half + me.warp] = sum;
-}
-
-// A 64 x 128 result over the tile it was made from, and on to memory. A warp keeps to its own 16 rows.
-__device__ __forceinline__ void store_rows(uint32_t tile, const float (&acc)[64], __nv_bfloat16* out, int64_t row_stride,
-                                           int rows, const Lane& me) {
-  uint32_t f[8][4];
-  to_frag(f, acc);
-  __syncwarp();
-#pragma unroll
-  for (int i = 0; i < 8; ++i) stmatrix(frag_address<kChunk>(tile, me.row0, i, me.lane), f[i]);
   __syncwarp();
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const int row = me.row0 + 2 * i + (me.lane >> 4), group = me.lane & 15;
     if (row < rows)
-      *reinterpret_cast<uint4*>(out + row * row_stride + group * 8) = ld_shared_16(tile + group_offset<kChunk>(row, group));
+      *reinterpret_cast<uint4*>(out + int64_t(row) * row_stride + group * 8) =
+          ld_shared_16(tile + group_offset<kChunk>(row, group));
   }
 }
 
 // x = r (x^ - h (h . x^)) for the normalised tile h: the backward of the L2 norm.
 __device__ __forceinline__ void norm_backward(float (&acc)[64], const float (&dot)[2], uint32_t tile, const float* r,
                                               const Lane& me) {
+  const float scale[2] = {r[me.row(0)], r[me.row(1)]};
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const int row = me.row(h);
-    const float scale = r[row];
+  for (int i = 0; i < 8; ++i) {
+    uint32_t x[4];
+    ldmatrix(x, frag_address<kChunk>(tile, me.row0, i, me.lane));
 #pragma unroll
-    for (int c = 0; c < 16; ++c) {
-      const uint32_t x = ld_shared_4(tile + pair_offset<kChunk>(row, me.column(c)));
-      acc[4 * c + 2 * h] = scale * (acc[4 * c + 2 * h] - bf16_lo(x) * dot[h]);
-      acc[4 * c + 2 * h + 1] = scale * (acc[4 * c + 2 * h + 1] - bf16_hi(x) * dot[h]);
+    for (int j = 0; j < 4; ++j) {
+      const int n = acc_index(i, j), h = j & 1;
+      acc[n] = scale[h] * (acc[n] - bf16_lo(x[j]) * dot[h]);
+      acc[n + 1] = scale[h] * (acc[n + 1] - bf16_hi(x[j]) * dot[h]);
     }
   }
 }
 
-// G_ij factor of the accumulator's pair (block c, half h): 0 above the diagonal, and on it when `strict`.
-__device__ __forceinline__ float2 decays(const OutVectors& vectors, int row, int column, bool strict) {
-  const float b = vectors.b[row];
-  const float2 bc = *reinterpret_cast<const float2*>(vectors.b + column);
-  const int least = row - (strict ? 1 : 0);
-  return make_float2(column <= least ? ex2(b - bc.x) : 0.f, column + 1 <= least ? ex2(b - bc.y) : 0.f);
+// acc_ij *= factor_i G_ij: zero above the diagonal, and on it when kStrict.
+template <bool kStrict>
+__device__ __forceinline__ void apply_decays(float (&acc)[32], const OutVectors& vectors, const float (&factor)[2],
+                                             const Lane& me) {
+  const float b[2] = {vectors.b[me.row(0)], vectors.b[me.row(1)]};
+#pragma unroll
+  for (int c = 0; c < 8; ++c) {
+    const int column = me.column(c);
+    const float2 bc = *reinterpret_cast<const float2*>(vectors.b + column);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int least = me.row(h) - (kStrict ? 1 : 0), n = 4 * c + 2 * h;
+      acc[n] = column <= least ? acc[n] * factor[h] * ex2(b[h] - bc.x) : 0.f;
+      acc[n + 1] = column + 1 <= least ? acc[n + 1] * factor[h] * ex2(b[h] - bc.y) : 0.f;
+    }
+  }
+}
+
+// dg of the chunk by one warp: sums from the end, two tokens a lane.
+__device__ __forceinline__ void gate_gradient(const OutVectors& vectors, const OutDots& dots, float* dg, int v_heads,
+                                              int rows, int lane) {
+  float db[2];
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+    const int i = 2 * lane + n;
+    const float m = fabsf(vectors.beta[i]) >= kLeastBeta ? vectors.beta[i] : 0.f;
+    db[n] = dots.query[i] + dots.erase[i] - m * vectors.grown[i] * dots.erased_state[i] - dots.key[i];
+  }
+  float sum = db[0] + db[1];
+#pragma unroll
+  for (int d = 1; d < 32; d <<= 1) {
+    const float down = __shfl_down_sync(0xffffffffu, sum, d);
+    if (lane + d < 32) sum += down;
+  }
+  const float after = __shfl_down_sync(0xffffffffu, sum, 1);
+  float edge = 0.f;
+#pragma unroll
+  for (int n = 0; n < 4; ++n) edge += dots.state[n];
+  edge *= vectors.decay;
+#pragma unroll
+  for (int n = 0; n < 4; ++n) edge += dots.written[n];
+  const float tail = db[1] + (lane < 31 ? after : 0.f);
+  dg += int64_t(2 * lane) * v_heads;
+  if (2 * lane < rows) dg[0] = db[0] + tail + edge;
+  if (2 * lane + 1 < rows) dg[v_heads] = tail + edge;
 }
 
 // ---- warpgroup 0: the query side ---------------------------------------------------------------------------------
 
 __device__ __forceinline__ void out_query(OutShared& s, const OutArgs& args, int thread) {
-  const Lane me(thread);
   const int v_heads = args.heads * args.group, works = args.plan.chunk_count() * args.heads;
-  uint32_t pair_parity = 0;
-  int step = 0;
-  for (int work = blockIdx.x; work < works; work += gridDim.x, pair_parity ^= 1) {
-    const OutPair p = out_pair(args, work);
-    mbar_wait(smem_addr(&s.pair_full), pair_parity);
-    if (args.l2norm) normalise(s, thread);
-    fence_proxy_async();
-    bar_sync(kComputeBarrier, 384);
+  int step = 0, turn = 0;
+  for (int work = blockIdx.x; work < works; work += gridDim.x, ++turn) {
+    const Chunk chunk = args.plan.chunk(work / args.heads);
+    const int head = work % args.heads;
+    const uint32_t q = smem_addr(s.pairs[turn & 1].q), k = smem_addr(s.pairs[turn & 1].k);
+    mbar_wait(smem_addr(&s.pair_full[turn & 1]), (turn >> 1) & 1);
     float dq[64], dot[2] = {0.f, 0.f};
     for (int j = 0; j < args.group; ++j, ++step) {
+      Lane me(fresh(thread));
       const uint32_t parity = step & 1;
       const OutVectors& vectors = s.vectors[parity];
       OutDots& dots = s.dots[parity];
-      mbar_wait(smem_addr(&s.tokens_full), parity);
+      mbar_wait(smem_addr(&s.grads_full), parity);
       uint32_t a[8][4];
-      const float scale[2] = {args.scale * vectors.grown[me.row(0)], args.scale * vectors.grown[me.row(1)]};
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        ldmatrix(a[i], frag_address<kChunk>(smem_addr(s.grad), me.row0, i, me.lane));
-#pragma unroll
-        for (int n = 0; n < 4; ++n)
-          a[i][n] = pack_bf16(scale[n & 1] * bf16_lo(a[i][n]), scale[n & 1] * bf16_hi(a[i][n]));
-      }
+      const float grown[2] = {args.scale * vectors.grown[me.row(0)], args.scale * vectors.grown[me.row(1)]};
+      load_scaled(a, smem_addr(s.grad), me.row0, grown, me.lane);
       mbar_wait(smem_addr(&s.s_full), parity);
       pin(a);
       wgmma_fence();
       gemm_rs<Major::MN, kHeadDim, 8>(dq, a, smem_addr(s.s), j > 0);
       wgmma_commit();
-      mbar_wait(smem_addr(&s.r_full), parity);
-      state_dot(s, dots, 0, me);
       wgmma_wait<0>();
       pin(dq);
       release(s.s_empty, me.lane);
-      release(s.r_empty, me.lane);
 
+      me = Lane(fresh(thread));
       mbar_wait(smem_addr(&s.delta_full), parity);
       float dp[32];
       wgmma_fence();
@@ -301,14 +386,11 @@ __device__ __forceinline__ void out_query(OutShared& s, const OutArgs& args, int
       wgmma_commit();
       wgmma_wait<0>();
       pin(dp);
-      release(s.tokens_empty, me.lane);
-#pragma unroll
-      for (int h = 0; h < 2; ++h)
-#pragma unroll
-        for (int c = 0; c < 8; ++c) {
-          const float2 g = decays(vectors, me.row(h), me.column(c), false);
-          dp[4 * c + 2 * h] *= args.scale * g.x, dp[4 * c + 2 * h + 1] *= args.scale * g.y;
-        }
+      // Here, since the producer may finish the next v head's <S, R> once it has these buffers again.
+      mbar_wait(smem_addr(&s.state_dot_full), parity);
+      release(s.grads_empty, me.lane);
+      const float factor[2] = {args.scale, args.scale};
+      apply_decays<false>(dp, vectors, factor, me);
       uint32_t f[4][4];
       to_frag(f, dp);
 #pragma unroll
@@ -317,115 +399,68 @@ __device__ __forceinline__ void out_query(OutShared& s, const OutArgs& args, int
       mbar_arrive(smem_addr(&s.products_full));
       pin(f);
       wgmma_fence();
-      gemm_rs<Major::MN, kChunk, 4>(dq, f, smem_addr(s.k), true);
+      gemm_rs<Major::MN, kChunk, 4>(dq, f, k, true);
       wgmma_commit();
       wgmma_wait<0>();
       pin(dq);
+      me = Lane(fresh(thread));
       float now[2];
-      row_dots(now, dq, smem_addr(s.q), me.row0, me.lane);
+      row_dots(now, dq, q, me.row0, me.lane);
       if ((me.lane & 3) == 0) dots.query[me.row(0)] = now[0] - dot[0], dots.query[me.row(1)] = now[1] - dot[1];
       dot[0] = now[0], dot[1] = now[1];
       bar_sync(kComputeBarrier, 384);  // every dot of this v head is there, and every product of it done
-
-      if (me.warp == 0) {  // dg: sums from the end of the chunk, two tokens a lane
-        const int i = 2 * me.lane;
-        const float first = dots.query[i] + dots.erase[i] - dots.key[i];
-        const float second = dots.query[i + 1] + dots.erase[i + 1] - dots.key[i + 1];
-        float sum = first + second;
-#pragma unroll
-        for (int d = 1; d < 32; d <<= 1) {
-          const float down = __shfl_down_sync(0xffffffffu, sum, d);
-          if (me.lane + d < 32) sum += down;
-        }
-        const float after = __shfl_down_sync(0xffffffffu, sum, 1);
-        float edge = 0.f;
-#pragma unroll
-        for (int n = 0; n < 8; ++n) edge += dots.state[n];
-        edge *= vectors.decay;
-#pragma unroll
-        for (int n = 0; n < 4; ++n) edge += dots.written[n];
-        const float tail = second + (me.lane < 31 ? after : 0.f);
-        float* dg = args.dg + int64_t(p.chunk.token + i) * v_heads + p.head * args.group + j;
-        if (i < p.chunk.rows) dg[0] = first + tail + edge;
-        if (i + 1 < p.chunk.rows) dg[v_heads] = tail + edge;
-      }
+      if (me.warp == 0)
+        gate_gradient(vectors, dots, args.dg + int64_t(chunk.token) * v_heads + head * args.group + j, v_heads,
+                      chunk.rows, me.lane);
     }
-    if (args.l2norm) norm_backward(dq, dot, smem_addr(s.q), s.rq, me);
-    store_rows(smem_addr(s.q), dq, args.dq + (int64_t(p.chunk.token) * args.heads + p.head) * kHeadDim,
-               args.heads * kHeadDim, p.chunk.rows, me);
-    release(s.pair_empty, me.lane);
+    const Lane me(fresh(thread));
+    if (args.l2norm) norm_backward(dq, dot, q, s.rq[turn & 1], me);
+    store_rows(q, dq, args.dq + (int64_t(chunk.token) * args.heads + head) * kHeadDim, args.heads * kHeadDim,
+               chunk.rows, me);
+    release(s.pair_empty[turn & 1], me.lane);
   }
 }
 
 // ---- warpgroup 1: the erasing side (k in its query role) ------------------------------------------------------------
 
-// Y . v of every row, and dv = beta Y.
-__device__ __forceinline__ void value_side(OutShared& s, const OutVectors& vectors, __nv_bfloat16* dv, int64_t row_stride,
-                                           int rows, const Lane& me) {
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const int row = me.row0 + 2 * i + (me.lane >> 4), group = me.lane & 15;
-    const uint32_t offset = group_offset<kChunk>(row, group);
-    const uint4 y = ld_shared_16(smem_addr(s.y) + offset), v = ld_shared_16(smem_addr(s.v) + offset);
-    const uint32_t ys[4] = {y.x, y.y, y.z, y.w}, vs[4] = {v.x, v.y, v.z, v.w};
-    const float beta = vectors.beta[row];
-    uint32_t out[4];
-    float sum = 0.f;
-#pragma unroll
-    for (int w = 0; w < 4; ++w) {
-      sum = fmaf(bf16_lo(ys[w]), bf16_lo(vs[w]), sum);
-      sum = fmaf(bf16_hi(ys[w]), bf16_hi(vs[w]), sum);
-      out[w] = pack_bf16(beta * bf16_lo(ys[w]), beta * bf16_hi(ys[w]));
-    }
-#pragma unroll
-    for (int d = 8; d >= 1; d >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, d);
-    if (group == 0) s.value_dot[row] = sum;
-    if (row < rows)
-      *reinterpret_cast<uint4*>(dv + row * row_stride + group * 8) = make_uint4(out[0], out[1], out[2], out[3]);
-  }
-}
-
 __device__ __forceinline__ void out_erase(OutShared& s, const OutArgs& args, int thread) {
-  const Lane me(thread);
   const int v_heads = args.heads * args.group, works = args.plan.chunk_count() * args.heads;
-  uint32_t pair_parity = 0;
-  int step = 0;
-  for (int work = blockIdx.x; work < works; work += gridDim.x, pair_parity ^= 1) {
-    const OutPair p = out_pair(args, work);
-    mbar_wait(smem_addr(&s.pair_full), pair_parity);
-    if (args.l2norm) normalise(s, 128 + thread);
-    fence_proxy_async();
-    bar_sync(kComputeBarrier, 384);
+  int step = 0, turn = 0;
+  for (int work = blockIdx.x; work < works; work += gridDim.x, ++turn) {
+    const Chunk chunk = args.plan.chunk(work / args.heads);
+    const int head = work % args.heads;
+    const uint32_t k = smem_addr(s.pairs[turn & 1].k);
+    mbar_wait(smem_addr(&s.pair_full[turn & 1]), (turn >> 1) & 1);
+    float dk[64];
     for (int j = 0; j < args.group; ++j, ++step) {
+      Lane me(fresh(thread));
       const uint32_t parity = step & 1;
-      const int v_head = p.head * args.group + j;
       const OutVectors& vectors = s.vectors[parity];
       OutDots& dots = s.dots[parity];
-      mbar_wait(smem_addr(&s.tokens_full), parity);
-      mbar_wait(smem_addr(&s.s_full), parity);
-      float x[64];
-      wgmma_fence();
-      gemm_ss<Major::K, kChunk, Major::MN, kHeadDim, 8>(x, smem_addr(s.y), smem_addr(s.s), false);
-      wgmma_commit();
-      value_side(s, vectors, args.dv + (int64_t(p.chunk.token) * v_heads + v_head) * kHeadDim, v_heads * kHeadDim,
-                 p.chunk.rows, me);
-      mbar_wait(smem_addr(&s.r_full), parity);
-      state_dot(s, dots, 1, me);
-      wgmma_wait<0>();
-      pin(x);
-      release(s.s_empty, me.lane);
-      release(s.r_empty, me.lane);
-      float m[2], live[2];
+      mbar_wait(smem_addr(&s.grads_full), parity);
+      float m[2], scale[2];
+      bool live[2];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const float beta = vectors.beta[me.row(h)];
-        live[h] = fabsf(beta) >= kLeastBeta ? 1.f : 0.f;
-        m[h] = live[h] != 0.f ? beta : 1.f;
-        const float scale = -m[h] * vectors.grown[me.row(h)];
-#pragma unroll
-        for (int c = 0; c < 16; ++c) x[4 * c + 2 * h] *= scale, x[4 * c + 2 * h + 1] *= scale;
+        live[h] = fabsf(beta) >= kLeastBeta;
+        m[h] = live[h] ? beta : 1.f;
+        scale[h] = live[h] ? -beta * vectors.grown[me.row(h)] : 0.f;
       }
+      {
+        uint32_t a[8][4];
+        load_scaled(a, smem_addr(s.y), me.row0, scale, me.lane);
+        mbar_wait(smem_addr(&s.s_full), parity);
+        pin(a);
+        wgmma_fence();
+        gemm_rs<Major::MN, kHeadDim, 8>(dk, a, smem_addr(s.s), j > 0);
+        wgmma_commit();
+        wgmma_wait<0>();
+        pin(dk);
+      }
+      release(s.s_empty, me.lane);
 
+      me = Lane(fresh(thread));
       mbar_wait(smem_addr(&s.delta_full), parity);
       float dl[32];
       wgmma_fence();
@@ -433,97 +468,119 @@ __device__ __forceinline__ void out_erase(OutShared& s, const OutArgs& args, int
       wgmma_commit();
       wgmma_wait<0>();
       pin(dl);
-      release(s.tokens_empty, me.lane);
-#pragma unroll
-      for (int h = 0; h < 2; ++h)
-#pragma unroll
-        for (int c = 0; c < 8; ++c) {
-          const float2 g = decays(vectors, me.row(h), me.column(c), true);
-          dl[4 * c + 2 * h] *= -m[h] * g.x, dl[4 * c + 2 * h + 1] *= -m[h] * g.y;
-        }
-      uint32_t f[4][4], kept[4];
+      release(s.grads_empty, me.lane);
+      const float factor[2] = {-m[0], -m[1]};
+      apply_decays<true>(dl, vectors, factor, me);
+      uint32_t f[4][4];
       to_frag(f, dl);
+      uint32_t kept[4][4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
 #pragma unroll
-        for (int n = 0; n < 4; ++n) kept[n] = live[n & 1] != 0.f ? f[i][n] : 0u;
-        stmatrix(frag_address<kChunk>(smem_addr(s.dl), me.row0, i, me.lane), kept);
+        for (int n = 0; n < 4; ++n) kept[i][n] = live[n & 1] ? f[i][n] : 0u;
+        stmatrix(frag_address<kChunk>(smem_addr(s.dl), me.row0, i, me.lane), kept[i]);
       }
       fence_proxy_async();
       mbar_arrive(smem_addr(&s.products_full));
-      pin(f);
+      pin(kept);
+      float kk[32];  // made again for every v head: registers are scarcer than products here
       wgmma_fence();
-      gemm_rs<Major::MN, kChunk, 4>(x, f, smem_addr(s.k), true);
+      gemm_ss<Major::K, kChunk, Major::K, kChunk, 8>(kk, k, k, false);
       wgmma_commit();
-      wgmma_wait<0>();
-      pin(x);
-      float dot[2];
-      row_dots(dot, x, smem_addr(s.k), me.row0, me.lane);
-      if ((me.lane & 3) == 0) {
+      gemm_rs<Major::MN, kChunk, 4>(dk, kept, k, true);
+      wgmma_commit();
+      wgmma_wait<1>();
+      pin(kk);
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const int row = me.row(h);
-          dots.erase[row] = live[h] * dot[h];
-          if (row < p.chunk.rows)
-            args.dbeta[int64_t(p.chunk.token + row) * v_heads + v_head] = s.value_dot[row] + dot[h] / m[h];
+      for (int h = 0; h < 2; ++h) {
+        float e = 0.f;  // with the rounded dL, as the products see it
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+#pragma unroll
+          for (int n = h; n < 4; n += 2) {
+            e = fmaf(bf16_lo(f[i][n]), kk[acc_index(i, n)], e);
+            e = fmaf(bf16_hi(f[i][n]), kk[acc_index(i, n) + 1], e);
+          }
+        e = row_sum(e);
+        const int row = me.row(h);
+        if ((me.lane & 3) == 0) {
+          dots.erase[row] = live[h] ? e : 0.f;
+          if (row < chunk.rows)  // Y . W is there since D is
+            args.dbeta[int64_t(chunk.token + row) * v_heads + head * args.group + j] = dots.residual[row] + e / m[h];
         }
       }
-#pragma unroll
-      for (int c = 0; c < 16; ++c) {
-        float4& slot = s.erase_total[c][me.thread];
-        float4 sum = j > 0 ? slot : make_float4(0.f, 0.f, 0.f, 0.f);
-        sum.x += live[0] * x[4 * c], sum.y += live[0] * x[4 * c + 1];
-        sum.z += live[1] * x[4 * c + 2], sum.w += live[1] * x[4 * c + 3];
-        slot = sum;
-      }
+      wgmma_wait<0>();
+      pin(dk);
       bar_sync(kComputeBarrier, 384);
     }
+#pragma unroll
+    for (int c = 0; c < 16; ++c)
+      s.erased[c][thread] = make_float4(dk[4 * c], dk[4 * c + 1], dk[4 * c + 2], dk[4 * c + 3]);
+    bar_sync(kKeyBarrier, 256);  // warpgroup 2 takes them over
   }
 }
 
 // ---- warpgroup 2: D and the key side --------------------------------------------------------------------------------
 
+// W = v - 2^b U: bf16(beta W) to its tile, and the row dots Y . W and Y . U.
+__device__ __forceinline__ void residual(OutShared& s, const OutVectors& vectors, OutDots& dots, const float (&u)[64],
+                                         const Lane& me) {
+  const float beta[2] = {vectors.beta[me.row(0)], vectors.beta[me.row(1)]};
+  const float grown[2] = {vectors.grown[me.row(0)], vectors.grown[me.row(1)]};
+  float with_w[2][2] = {}, with_u[2][2] = {};
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    uint32_t v[4], y[4];
+    ldmatrix(v, frag_address<kChunk>(smem_addr(s.v), me.row0, i, me.lane));
+    ldmatrix(y, frag_address<kChunk>(smem_addr(s.y), me.row0, i, me.lane));
+    uint32_t f[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int n = acc_index(i, j), h = j & 1;
+      const float w0 = bf16_lo(v[j]) - grown[h] * u[n], w1 = bf16_hi(v[j]) - grown[h] * u[n + 1];
+      with_w[h][0] = fmaf(bf16_lo(y[j]), w0, with_w[h][0]);
+      with_w[h][1] = fmaf(bf16_hi(y[j]), w1, with_w[h][1]);
+      with_u[h][0] = fmaf(bf16_lo(y[j]), u[n], with_u[h][0]);
+      with_u[h][1] = fmaf(bf16_hi(y[j]), u[n + 1], with_u[h][1]);
+      f[j] = pack_bf16(beta[h] * w0, beta[h] * w1);
+    }
+    stmatrix(frag_address<kChunk>(smem_addr(s.delta), me.row0, i, me.lane), f);
+  }
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const float w = row_sum(with_w[h][0] + with_w[h][1]), state = row_sum(with_u[h][0] + with_u[h][1]);
+    if ((me.lane & 3) == 0) dots.residual[me.row(h)] = w, dots.erased_state[me.row(h)] = state;
+  }
+}
+
 __device__ __forceinline__ void out_delta(OutShared& s, const OutArgs& args, int thread) {
-  const Lane me(thread);
   const int works = args.plan.chunk_count() * args.heads;
-  const uint32_t delta = smem_addr(s.delta), k = smem_addr(s.k);
-  uint32_t pair_parity = 0;
-  int step = 0;
-  for (int work = blockIdx.x; work < works; work += gridDim.x, pair_parity ^= 1) {
-    const OutPair p = out_pair(args, work);
-    mbar_wait(smem_addr(&s.pair_full), pair_parity);
-    if (args.l2norm) normalise(s, 256 + thread);
-    fence_proxy_async();
-    bar_sync(kComputeBarrier, 384);
+  const uint32_t delta = smem_addr(s.delta);
+  int step = 0, turn = 0;
+  for (int work = blockIdx.x; work < works; work += gridDim.x, ++turn) {
+    const Chunk chunk = args.plan.chunk(work / args.heads);
+    const int head = work % args.heads;
+    const uint32_t q = smem_addr(s.pairs[turn & 1].q), k = smem_addr(s.pairs[turn & 1].k);
+    mbar_wait(smem_addr(&s.pair_full[turn & 1]), (turn >> 1) & 1);
     float dk[64], dot[2] = {0.f, 0.f};
     for (int j = 0; j < args.group; ++j, ++step) {
+      Lane me(fresh(thread));
       const uint32_t parity = step & 1;
       const OutVectors& vectors = s.vectors[parity];
       OutDots& dots = s.dots[parity];
-      mbar_wait(smem_addr(&s.tokens_full), parity);
       mbar_wait(smem_addr(&s.s_full), parity);
       float u[64];
       wgmma_fence();
       gemm_ss<Major::K, kChunk, Major::K, kHeadDim, 8>(u, k, smem_addr(s.s), false);
       wgmma_commit();
+      mbar_wait(smem_addr(&s.values_full), parity);
+      mbar_wait(smem_addr(&s.grads_full), parity);
       wgmma_wait<0>();
       pin(u);
       release(s.s_empty, me.lane);
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int row = me.row(h);
-        const float beta = vectors.beta[row], grown = vectors.grown[row];
-#pragma unroll
-        for (int c = 0; c < 16; ++c) {
-          const uint32_t v = ld_shared_4(smem_addr(s.v) + pair_offset<kChunk>(row, me.column(c)));
-          u[4 * c + 2 * h] = beta * (bf16_lo(v) - grown * u[4 * c + 2 * h]);
-          u[4 * c + 2 * h + 1] = beta * (bf16_hi(v) - grown * u[4 * c + 2 * h + 1]);
-        }
-      }
-      uint32_t f[8][4];
-      to_frag(f, u);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) stmatrix(frag_address<kChunk>(delta, me.row0, i, me.lane), f[i]);
+      me = Lane(fresh(thread));
+      residual(s, vectors, dots, u, me);
+      release(s.grads_empty, me.lane);
       fence_proxy_async();
       bar_sync(kDeltaBarrier, 128);
       wgmma_fence();
@@ -531,7 +588,9 @@ __device__ __forceinline__ void out_delta(OutShared& s, const OutArgs& args, int
       wgmma_commit();
       wgmma_wait<0>();
       pin(u);
-      release(s.tokens_empty, me.lane);
+      release(s.values_empty, me.lane);
+      me = Lane(fresh(thread));
+      uint32_t f[8][4];
       to_frag(f, u);
       bar_sync(kDeltaBarrier, 128);  // every warp's product has read beta W
 #pragma unroll
@@ -544,8 +603,7 @@ __device__ __forceinline__ void out_delta(OutShared& s, const OutArgs& args, int
 #pragma unroll
       for (int i = 0; i < 8; ++i)
 #pragma unroll
-        for (int n = 0; n < 4; ++n)
-          f[i][n] = pack_bf16(rest[n & 1] * bf16_lo(f[i][n]), rest[n & 1] * bf16_hi(f[i][n]));
+        for (int n = 0; n < 4; ++n) f[i][n] = pack_bf16(rest[n & 1] * bf16_lo(f[i][n]), rest[n & 1] * bf16_hi(f[i][n]));
       mbar_wait(smem_addr(&s.r_full), parity);
       pin(f);
       wgmma_fence();
@@ -554,6 +612,7 @@ __device__ __forceinline__ void out_delta(OutShared& s, const OutArgs& args, int
       wgmma_wait<0>();
       pin(dk);
       release(s.r_empty, me.lane);
+      me = Lane(fresh(thread));
       float now[2];
       row_dots(now, dk, k, me.row0, me.lane);
       float written = (now[0] - dot[0]) + (now[1] - dot[1]);
@@ -563,29 +622,32 @@ __device__ __forceinline__ void out_delta(OutShared& s, const OutArgs& args, int
 
       mbar_wait(smem_addr(&s.products_full), parity);
       wgmma_fence();
-      gemm_ss<Major::MN, kChunk, Major::MN, kChunk, 4>(dk, smem_addr(s.dp), smem_addr(s.q), true);
+      gemm_ss<Major::MN, kChunk, Major::MN, kChunk, 4>(dk, smem_addr(s.dp), q, true);
       gemm_ss<Major::MN, kChunk, Major::MN, kChunk, 4>(dk, smem_addr(s.dl), k, true);
       wgmma_commit();
       wgmma_wait<0>();
       pin(dk);
+      me = Lane(fresh(thread));
       row_dots(now, dk, k, me.row0, me.lane);
       if ((me.lane & 3) == 0) dots.key[me.row(0)] = now[0] - dot[0], dots.key[me.row(1)] = now[1] - dot[1];
       dot[0] = now[0], dot[1] = now[1];
       bar_sync(kComputeBarrier, 384);
     }
-    // The erasing side's total lies in the same places of the same thread numbers.
+    bar_sync(kKeyBarrier, 256);
+    // The erasing side's part lies in the same places of the same thread numbers.
 #pragma unroll
     for (int c = 0; c < 16; ++c) {
-      const float4 x = s.erase_total[c][me.thread];
+      const float4 x = s.erased[c][thread];
       dk[4 * c] += x.x, dk[4 * c + 1] += x.y, dk[4 * c + 2] += x.z, dk[4 * c + 3] += x.w;
     }
+    const Lane me(fresh(thread));
     if (args.l2norm) {
       row_dots(dot, dk, k, me.row0, me.lane);
-      norm_backward(dk, dot, k, s.rk, me);
+      norm_backward(dk, dot, k, s.rk[turn & 1], me);
     }
-    store_rows(k, dk, args.dk + (int64_t(p.chunk.token) * args.heads + p.head) * kHeadDim, args.heads * kHeadDim,
-               p.chunk.rows, me);
-    release(s.pair_empty, me.lane);
+    store_rows(k, dk, args.dk + (int64_t(chunk.token) * args.heads + head) * kHeadDim, args.heads * kHeadDim,
+               chunk.rows, me);
+    release(s.pair_empty[turn & 1], me.lane);
   }
 }
 
@@ -593,16 +655,21 @@ static __global__ void __launch_bounds__(kOutThreads, 1) out_kernel(const __grid
   extern __shared__ __align__(1024) uint8_t raw[];
   OutShared& s = *reinterpret_cast<OutShared*>(raw);
   if (threadIdx.x == 0) {
-    mbar_init(smem_addr(&s.pair_full), 128);
-    mbar_init(smem_addr(&s.pair_empty), 8);    // warps of query and delta
-    mbar_init(smem_addr(&s.tokens_full), 128);
-    mbar_init(smem_addr(&s.tokens_empty), 12);  // warps of all three
+    for (int i = 0; i < 2; ++i) {
+      mbar_init(smem_addr(&s.pair_full[i]), 128);
+      mbar_init(smem_addr(&s.pair_empty[i]), 8);  // warps of query and delta
+    }
+    mbar_init(smem_addr(&s.values_full), 128);
+    mbar_init(smem_addr(&s.values_empty), 4);  // warps of delta
+    mbar_init(smem_addr(&s.grads_full), 128);
+    mbar_init(smem_addr(&s.grads_empty), 16);  // all warps
     mbar_init(smem_addr(&s.s_full), 128);
-    mbar_init(smem_addr(&s.s_empty), 12);
+    mbar_init(smem_addr(&s.s_empty), 16);
     mbar_init(smem_addr(&s.r_full), 128);
-    mbar_init(smem_addr(&s.r_empty), 12);
+    mbar_init(smem_addr(&s.r_empty), 8);  // warps of delta and of the producer
     mbar_init(smem_addr(&s.delta_full), 128);
     mbar_init(smem_addr(&s.products_full), 256);
+    mbar_init(smem_addr(&s.state_dot_full), 128);
     mbar_init_fence();
   }
   __syncthreads();
@@ -620,9 +687,7 @@ static __global__ void __launch_bounds__(kOutThreads, 1) out_kernel(const __grid
       registers_grow<kDeltaRegisters>();
       out_delta(s, args, thread);
       break;
-    default:
-      registers_shrink<kOutProducerRegisters>();
-      out_produce(s, args, thread);
+    default: registers_shrink<kOutProducerRegisters>(); out_produce(s, args, thread);
   }
 }
 

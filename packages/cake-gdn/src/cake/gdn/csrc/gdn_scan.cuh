@@ -16,10 +16,8 @@ namespace cake::gdn {
 template <bool kOutput, bool kTape>
 __device__ __forceinline__ void scan_states(WalkShared& s, const WalkArgs& args, const Walk& walk, int thread) {
   const int lane = thread & 31, warp = thread >> 5;
-  const int row0 = 16 * (warp & 3);                 // of this warpgroup's 64 rows
-  const int channel0 = 64 * (warp >> 2) + row0;     // of the 128
+  const int channel0 = 16 * warp;  // the warp's first row of S^T
   const int64_t edge = (int64_t(walk.index) * args.v_heads + walk.v_head) * kHeadDim * kHeadDim;
-  const int64_t row_stride = int64_t(args.v_heads) * kHeadDim;
 
   float state[64];
   load_edge(state, args.edge_in ? args.edge_in + edge : nullptr, channel0, lane);
@@ -33,13 +31,6 @@ __device__ __forceinline__ void scan_states(WalkShared& s, const WalkArgs& args,
 
     uint32_t a[8][4];
     to_frag(a, state);
-    if constexpr (kTape) {
-      const int64_t slot = state_slot(walk.sequence, i, args.edge_slots);
-      if (slot >= 0)
-        store_state(smem_addr(s.state), args.states + (slot * args.v_heads + walk.v_head) * kHeadDim * kHeadDim, a,
-                    channel0, lane);
-    }
-
     s.ring.wait_full(at);
     float u[32], o[32];
     pin(a);
@@ -49,6 +40,12 @@ __device__ __forceinline__ void scan_states(WalkShared& s, const WalkArgs& args,
     if constexpr (kOutput) {
       gemm_rs<Major::K, kChunk, 8>(o, a, smem_addr(stage.q), false);
       wgmma_commit();
+    }
+    if constexpr (kTape) {
+      const int64_t slot = state_slot(walk.sequence, i, args.edge_slots);
+      if (slot >= 0)
+        store_state(smem_addr(s.state), args.states + (slot * args.v_heads + walk.v_head) * kHeadDim * kHeadDim, a,
+                    channel0, lane);
     }
     uint32_t v[4][4];
 #pragma unroll
@@ -110,9 +107,7 @@ __device__ __forceinline__ void scan_states(WalkShared& s, const WalkArgs& args,
       pin(o);
       uint32_t out[4][4];
       to_frag(out, o);
-      const int chunk = walk.chunk(i, true);
-      store_channels(args.out + walk.token(chunk) * row_stride + walk.v_head * kHeadDim, row_stride, walk.rows(chunk), x,
-                     out, channel0, lane);
+      leave_channels(x, out, channel0, lane);
     }
     wgmma_wait<0>();
     pin(state);
@@ -135,7 +130,7 @@ static __global__ void __launch_bounds__(kWalkThreads, 1) scan_kernel(const __gr
   const Role role = static_cast<Role>(threadIdx.x / 128);
   if (role == Role::kProducer) {
     registers_shrink<kProducerRegisters>();
-    produce<true>(s, args, walk, threadIdx.x % 128);
+    produce<true, kOutput>(s, args, walk, threadIdx.x % 128);
   } else if (role == Role::kHelper) {
     registers_shrink<kHelperRegisters>();
     help<true>(s, args, walk, threadIdx.x % 128);

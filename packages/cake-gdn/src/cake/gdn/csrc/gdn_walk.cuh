@@ -2,9 +2,10 @@
 // roles, shared memory, the producer, the helper warpgroup that makes P, and the state's traffic.
 //
 // Warpgroups: 0 and 1 hold the transposed state, 64 rows of V each, in fp32 registers and never meet; 2 (helper) runs
-// a chunk ahead and makes P_ij = s r_q,i r_k,j 2^(b_i - b_j) q_i . k_j (i >= j) and the row factors; 3 (producer) loads.
-// Per chunk a stage holds k, q, x (v forward, dO backward) and T. A state warp owns 16 channels of V: it alone
-// reads them from x, so it writes its output over them and stores it without a barrier.
+// a chunk ahead and makes P_ij = s r_q,i r_k,j 2^(b_i - b_j) q_i . k_j (i >= j) and the row factors; 3 (producer) loads
+// stages and stores what comes back in them. Per chunk a stage holds k, q, x (v forward, dO backward) and T. A state
+// warp owns 16 channels of V: it alone reads them from x, so it leaves its output there without a barrier, and the producer
+// sends whole rows to memory before it fills the stage again.
 #pragma once
 
 #include "cake/frag.cuh"
@@ -17,24 +18,24 @@ enum class Role { kState0, kState1, kHelper, kProducer };
 
 constexpr int kWalkThreads = 512;
 constexpr int kStages = 3, kHelperStages = 2;
-constexpr int kStateRegisters = 208, kHelperRegisters = 72, kProducerRegisters = 24;
+constexpr int kStateRegisters = 208, kHelperRegisters = 64, kProducerRegisters = 32;
 static_assert(2 * kStateRegisters + kHelperRegisters + kProducerRegisters == 512, "a lane slot has 512 registers");
 
 enum NamedBarrier { kHelperBarrier = 1 };
 
 struct WalkArgs {
   View<const __nv_bfloat16> q, k, x;  // [B, T, H or HV, 128]; x is v or dO
-  Scalars beta;                       // [B, T, HV]
+  Scalars beta;  // [B, T, HV]
   Plan plan;
-  const __nv_bfloat16* t;      // [HV, total, 64]
-  const float *b, *rq, *rk;    // [HV, total], [H, total]
-  __nv_bfloat16* out;          // [total, HV, 128]: o or Y; may be null
-  __nv_bfloat16* states;       // tape images [slots, HV, 128, 128]; may be null
-  const float* edge_in;        // [N, HV, K, V] or null: initial state, or gradient of the final state
-  float* edge_out;             // [N, HV, K, V] or null: final state, or gradient of the initial state
+  const __nv_bfloat16* t;  // [HV, total, 64]
+  const float *b, *rq, *rk;  // [HV, total], [H, total]
+  __nv_bfloat16* out;  // [total, HV, 128]: o or Y; may be null
+  __nv_bfloat16* states;  // tape images [slots, HV, 128, 128]; may be null
+  const float* edge_in;  // [N, HV, K, V] or null: initial state, or gradient of the final state
+  float* edge_out;  // [N, HV, K, V] or null: final state, or gradient of the initial state
   int v_heads, group;
   float scale;
-  bool edge_slots;             // whether the tape has a slot for the sequence's edge too
+  bool edge_slots;  // whether the tape has a slot for the sequence's edge too
 };
 
 // Row factors of a chunk, made by the helper; which they are differs by direction.
@@ -55,9 +56,9 @@ struct WalkShared {
   alignas(1024) uint8_t p[kHelperStages][kSquareTileBytes];
   alignas(1024) uint8_t state[kStateTileBytes];  // the tape's image on its way out
   Factors factors[kHelperStages];
-  float b[kChunk], rq[kChunk], rk[kChunk];       // the helper's own
-  Ring<kStages> ring;           // producer -> state warps and helper
-  Ring<kHelperStages> helped;   // helper -> state warps
+  float b[kChunk], rq[kChunk], rk[kChunk];  // the helper's own
+  Ring<kStages> ring;  // producer -> state warps and helper
+  Ring<kHelperStages> helped;  // helper -> state warps
 };
 static_assert(sizeof(WalkShared) <= 232448, "an SM gives a CTA 227 KB");
 
@@ -83,7 +84,7 @@ __device__ __forceinline__ Walk walk_of(const WalkArgs& args, int block) {
 
 __device__ __forceinline__ void walk_init(WalkShared& s, int thread) {
   if (thread == 0) {
-    s.ring.init(128, 8 + 4);   // 128 loading threads; 8 state warps and 4 helper warps
+    s.ring.init(128, 8 + 4);  // 128 loading threads; 8 state warps and 4 helper warps
     s.helped.init(128, 8);
     mbar_init_fence();
   }
@@ -92,64 +93,98 @@ __device__ __forceinline__ void walk_init(WalkShared& s, int thread) {
 
 // ---- producer --------------------------------------------------------------------------------------------------
 
-template <bool kForward>
+// Sends the output that the state warps left in a stage's x to memory. A thread moves the 16-byte groups that it loads.
+__device__ __forceinline__ void store_output(uint32_t x, __nv_bfloat16* out, int row_stride, int rows, int thread) {
+  int row = thread / 16;
+  const int group = thread % 16;
+  out += int64_t(row) * row_stride + group * 8;
+  x += group_offset<kChunk>(row, group);
+#pragma unroll
+  for (int i = 0; i < 8; i += 2) {
+    const uint4 a = ld_shared_16(x), b = ld_shared_16(x + 8 * kPanelRowBytes);
+    if (row < rows) *reinterpret_cast<uint4*>(out) = a;
+    if (row + 8 < rows) *reinterpret_cast<uint4*>(out + 8 * row_stride) = b;
+    row += 16, out += 16 * row_stride, x += 16 * kPanelRowBytes;
+  }
+}
+
+template <bool kForward, bool kOutput>
 __device__ __forceinline__ void produce(WalkShared& s, const WalkArgs& args, const Walk& walk, int thread) {
-  const int tokens = args.plan.tokens_per_batch;
-  RingState<kStages> at;
-  for (int i = 0; i < walk.chunks; ++i, at.advance()) {
-    const int chunk = walk.chunk(i, kForward), token = walk.token(chunk), rows = walk.rows(chunk);
+  const int tokens = args.plan.tokens_per_batch, row_stride = args.v_heads * kHeadDim;
+  RingState<kStages> at, landed;
+  // Two chunks are on their way at a time: a chunk is announced once the next one's copies have been started. The copies
+  // are ordinary writes, so each thread waits for its own and fences before wgmma may read them.
+  for (int i = 0; i < walk.chunks + kStages; ++i, at.advance()) {
     WalkStage& stage = s.stages[at.stage];
-    s.ring.wait_empty(at);
-    load_rows<16, 128>(smem_addr(stage.k), args.k.row(token, tokens, walk.head), args.k.token_stride, rows, thread);
-    load_rows<16, 128>(smem_addr(stage.q), args.q.row(token, tokens, walk.head), args.q.token_stride, rows, thread);
-    load_rows<16, 128>(smem_addr(stage.x), args.x.row(token, tokens, walk.v_head), args.x.token_stride, rows, thread);
-    load_rows<8, 128>(smem_addr(stage.t), args.t + (int64_t(walk.v_head) * args.plan.total + token) * kChunk, kChunk,
-                      rows, thread);
+    const int done = i - kStages;
+    if (i < walk.chunks || (kOutput && done >= 0)) s.ring.wait_empty(at);
+    if (kOutput && done >= 0) {  // what this stage held last has been used, and its output lies in x
+      const int chunk = walk.chunk(done, kForward);
+      store_output(smem_addr(stage.x), args.out + int64_t(walk.token(chunk)) * row_stride + walk.v_head * kHeadDim,
+                   row_stride, walk.rows(chunk), thread);
+    }
+    if (i < walk.chunks) {
+      const int chunk = walk.chunk(i, kForward), token = walk.token(chunk), rows = walk.rows(chunk);
+      load_rows<16, 128>(smem_addr(stage.k), args.k.row(token, tokens, walk.head), args.k.token_stride, rows, thread);
+      load_rows<16, 128>(smem_addr(stage.q), args.q.row(token, tokens, walk.head), args.q.token_stride, rows, thread);
+      load_rows<16, 128>(smem_addr(stage.x), args.x.row(token, tokens, walk.v_head), args.x.token_stride, rows, thread);
+      load_rows<8, 128>(smem_addr(stage.t), args.t + (int64_t(walk.v_head) * args.plan.total + token) * kChunk, kChunk,
+                        rows, thread);
+    }
     cp_async_commit();
-    // The copies are ordinary writes: each thread waits for its own and fences before wgmma may read them.
-    cp_async_wait<0>();
-    fence_proxy_async();
-    s.ring.signal_full(at);
+    if (i > 0 && i <= walk.chunks) {
+      cp_async_wait<1>();
+      fence_proxy_async();
+      s.ring.signal_full(landed);
+      landed.advance();
+    }
   }
 }
 
 // ---- helper ----------------------------------------------------------------------------------------------------
 
+// A token's scalars, or what a row past the end needs: b repeats the last one, so that 2^(b_C - b) stays 1, the rest is 0.
+struct TokenScalars {
+  float b = 0.f, last = 0.f, beta = 0.f, rq = 0.f, rk = 0.f;
+
+  __device__ __forceinline__ void load(const WalkArgs& args, const Walk& walk, int chunk, int thread) {
+    const int64_t total = args.plan.total;
+    const int token = walk.token(chunk), rows = walk.rows(chunk);
+    b = args.b[walk.v_head * total + token + min(thread, rows - 1)];
+    last = args.b[walk.v_head * total + token + rows - 1];
+    const bool valid = thread < rows;
+    beta = valid ? args.beta.at(token + thread, args.plan.tokens_per_batch, walk.v_head) : 0.f;
+    rq = valid ? args.rq[walk.head * total + token + thread] : 0.f;
+    rk = valid ? args.rk[walk.head * total + token + thread] : 0.f;
+  }
+};
+
 template <bool kForward>
 __device__ __forceinline__ void help(WalkShared& s, const WalkArgs& args, const Walk& walk, int thread) {
   const int lane = thread & 31, warp = thread >> 5;
-  const int64_t total = args.plan.total;
   RingState<kStages> at;
   RingState<kHelperStages> out;
+  TokenScalars now;
+  if (thread < kChunk && walk.chunks > 0) now.load(args, walk, walk.chunk(0, kForward), thread);
   for (int i = 0; i < walk.chunks; ++i, at.advance(), out.advance()) {
-    const int chunk = walk.chunk(i, kForward), token = walk.token(chunk), rows = walk.rows(chunk);
     Factors& f = s.factors[out.stage];
-    // Rows past the end: b repeats the last one, so that 2^(b_C - b) stays 1, and every factor is zero.
-    float b = 0.f, beta = 0.f, rq = 0.f, rk = 0.f, last = 0.f;
-    if (thread < kChunk) {
-      b = args.b[walk.v_head * total + token + min(thread, rows - 1)];
-      last = args.b[walk.v_head * total + token + rows - 1];
-      if (thread < rows) {
-        beta = args.beta.at(token + thread, args.plan.tokens_per_batch, walk.v_head);
-        rq = args.rq[walk.head * total + token + thread];
-        rk = args.rk[walk.head * total + token + thread];
-      }
-    }
     s.helped.wait_empty(out);
     if (thread < kChunk) {
-      const float grown = ex2(b), rest = ex2(last - b);
-      s.b[thread] = b, s.rq[thread] = args.scale * rq, s.rk[thread] = rk;
+      const float grown = ex2(now.b), rest = ex2(now.last - now.b);
+      s.b[thread] = now.b, s.rq[thread] = args.scale * now.rq, s.rk[thread] = now.rk;
       if constexpr (kForward) {
-        f.a[thread] = beta;                    // W = a v - b (k S)
-        f.b[thread] = beta * grown * rk;
-        f.c[thread] = args.scale * grown * rq;  // O = c (q S) + P D
-        f.d[thread] = rest * rk;               // S += (d D)^T k
+        f.a[thread] = now.beta;  // W = a v - b (k S)
+        f.b[thread] = now.beta * grown * now.rk;
+        f.c[thread] = args.scale * grown * now.rq;  // O = c (q S) + P D
+        f.d[thread] = rest * now.rk;  // S += (d D)^T k
       } else {
-        f.a[thread] = rest * rk;               // dD = a (k R) + P^T dO
-        f.b[thread] = args.scale * grown * rq;  // R += (b dO)^T q
-        f.c[thread] = -beta * grown * rk;      // R += (c Y)^T k
+        f.a[thread] = rest * now.rk;  // dD = a (k R) + P^T dO
+        f.b[thread] = args.scale * grown * now.rq;  // R += (b dO)^T q
+        f.c[thread] = -now.beta * grown * now.rk;  // R += (c Y)^T k
       }
-      if (thread == 0) f.decay = ex2(last);
+      if (thread == 0) f.decay = ex2(now.last);
+      // The next chunk's are on their way while this one's P is made.
+      if (i + 1 < walk.chunks) now.load(args, walk, walk.chunk(i + 1, kForward), thread);
     }
     bar_sync(kHelperBarrier, 128);
 
@@ -217,19 +252,10 @@ __device__ __forceinline__ void store_state(uint32_t staging, __nv_bfloat16* ima
   }
 }
 
-// Writes this warp's 16 channels of a transposed result over the same channels of the tile `x` and on to `out`,
-// [total, HV, 128]. `channel0`: the warp's first channel.
-__device__ __forceinline__ void store_channels(__nv_bfloat16* out, int64_t row_stride, int rows, uint32_t x,
-                                               const uint32_t (&f)[4][4], int channel0, int lane) {
+// Leaves this warp's 16 channels of a transposed result in the same channels of the tile `x`.
+__device__ __forceinline__ void leave_channels(uint32_t x, const uint32_t (&f)[4][4], int channel0, int lane) {
 #pragma unroll
   for (int s = 0; s < 4; ++s) stmatrix_trans(frag_address_trans<kChunk>(x, channel0, s, lane), f[s]);
-  __syncwarp();
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int row = 16 * i + (lane >> 1), group = (channel0 >> 3) + (lane & 1);
-    if (row < rows)
-      *reinterpret_cast<uint4*>(out + row * row_stride + group * 8) = ld_shared_16(x + group_offset<kChunk>(row, group));
-  }
 }
 
 }  // namespace cake::gdn

@@ -39,17 +39,20 @@ __device__ __forceinline__ void to_frag_scaled(uint32_t (&f)[kSteps][4], const f
 }
 
 // Address that this lane gives to ldmatrix / stmatrix for step s of a row-major operand: rows of the tile are the
-// operand's rows, `row0` its first row for this warp.
+// operand's rows, `row0` its first row for this warp. Tiles are aligned, so a step within a panel is one xor away from
+// the first: nothing but that first address is worth a register.
 template <int kRows>
 __device__ __forceinline__ uint32_t frag_address(uint32_t tile, int row0, int s, int lane) {
-  return tile + group_offset<kRows>(row0 + (lane & 7) + 8 * ((lane >> 3) & 1), 2 * s + (lane >> 4));
+  const uint32_t first = tile + group_offset<kRows>(row0 + (lane & 7) + 8 * ((lane >> 3) & 1), lane >> 4);
+  return (first ^ ((s & 3) << 5)) + (s >> 2) * (kRows * kPanelRowBytes);
 }
 
 // The same for an operand whose rows are the tile's columns (ldmatrix_trans / stmatrix_trans): `column0` is the
 // operand's first row for this warp, step s covers the tile's rows 16 s .. 16 s + 15.
 template <int kRows>
 __device__ __forceinline__ uint32_t frag_address_trans(uint32_t tile, int column0, int s, int lane) {
-  return tile + group_offset<kRows>(16 * s + (lane & 7) + 8 * (lane >> 4), (column0 >> 3) + ((lane >> 3) & 1));
+  return tile + group_offset<kRows>((lane & 7) + 8 * (lane >> 4), (column0 >> 3) + ((lane >> 3) & 1)) +
+         s * (16 * kPanelRowBytes);
 }
 
 // Sum over the four lanes that share a row; every lane gets it.
@@ -61,17 +64,30 @@ __device__ __forceinline__ float row_sum(float x) {
 
 // Row dots of a 64 x 128 accumulator with a token tile: dot[h] for row row0 + lane / 4 + 8 h.
 __device__ __forceinline__ void row_dots(float (&dot)[2], const float (&acc)[64], uint32_t tile, int row0, int lane) {
+  float sum[2][2] = {};
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const int row = row0 + (lane >> 2) + 8 * h;
-    float sum = 0.f;
+  for (int s = 0; s < 8; ++s) {
+    uint32_t x[4];
+    ldmatrix(x, frag_address<kChunk>(tile, row0, s, lane));
 #pragma unroll
-    for (int b = 0; b < 16; ++b) {
-      const uint32_t x = ld_shared_4(tile + pair_offset<kChunk>(row, 8 * b + 2 * (lane & 3)));
-      sum = fmaf(acc[4 * b + 2 * h], bf16_lo(x), sum);
-      sum = fmaf(acc[4 * b + 2 * h + 1], bf16_hi(x), sum);
+    for (int j = 0; j < 4; ++j) {
+      sum[j & 1][0] = fmaf(acc[acc_index(s, j)], bf16_lo(x[j]), sum[j & 1][0]);
+      sum[j & 1][1] = fmaf(acc[acc_index(s, j) + 1], bf16_hi(x[j]), sum[j & 1][1]);
     }
-    dot[h] = row_sum(sum);
+  }
+  dot[0] = row_sum(sum[0][0] + sum[0][1]);
+  dot[1] = row_sum(sum[1][0] + sum[1][1]);
+}
+
+// The rows of a tile as a fragment, row lane / 4 + 8 h multiplied by scale[h].
+template <int kSteps>
+__device__ __forceinline__ void load_scaled(uint32_t (&f)[kSteps][4], uint32_t tile, int row0, const float (&scale)[2],
+                                            int lane) {
+#pragma unroll
+  for (int s = 0; s < kSteps; ++s) {
+    ldmatrix(f[s], frag_address<kChunk>(tile, row0, s, lane));
+#pragma unroll
+    for (int j = 0; j < 4; ++j) f[s][j] = pack_bf16(scale[j & 1] * bf16_lo(f[s][j]), scale[j & 1] * bf16_hi(f[s][j]));
   }
 }
 

@@ -28,7 +28,9 @@ struct Ring {
       mbar_init(smem_addr(empty + i), consumers);
     }
   }
-  __device__ __forceinline__ void wait_full(const RingState<kStages>& s) { mbar_wait(smem_addr(full + s.stage), s.parity); }
+  __device__ __forceinline__ void wait_full(const RingState<kStages>& s) {
+    mbar_wait(smem_addr(full + s.stage), s.parity);
+  }
   __device__ __forceinline__ void wait_empty(const RingState<kStages>& s) {
     mbar_wait(smem_addr(empty + s.stage), s.parity ^ 1);
   }

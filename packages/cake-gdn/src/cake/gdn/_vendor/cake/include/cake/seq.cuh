@@ -30,8 +30,8 @@ struct Scalars {
 
   __device__ __forceinline__ float at(int token, int tokens_per_batch, int head) const {
     const int batch = token / tokens_per_batch;
-    const int64_t i = batch * view.batch_stride + (token - batch * tokens_per_batch) * view.token_stride +
-                      head * view.head_stride;
+    const int64_t i =
+        batch * view.batch_stride + (token - batch * tokens_per_batch) * view.token_stride + head * view.head_stride;
     return is_bf16 ? __bfloat162float(static_cast<const __nv_bfloat16*>(view.data)[i])
                    : static_cast<const float*>(view.data)[i];
   }
@@ -78,11 +78,11 @@ struct Plan {
 
 // Where the state that enters a chunk lies on the tape, or -1: with `edge` every chunk has a slot; without, only
 // those that follow another (the first one's state is zero). The adjoint state that leaves a chunk mirrors it.
-__device__ __forceinline__ int64_t state_slot(const Sequence& s, int chunk, bool edge) {
+__device__ __forceinline__ int state_slot(const Sequence& s, int chunk, bool edge) {
   if (edge) return s.chunk_base + chunk;
   return chunk == 0 ? -1 : s.slot_base + chunk - 1;
 }
-__device__ __forceinline__ int64_t adjoint_slot(const Sequence& s, int chunk, bool last, bool edge) {
+__device__ __forceinline__ int adjoint_slot(const Sequence& s, int chunk, bool last, bool edge) {
   if (edge) return s.chunk_base + chunk;
   return last ? -1 : s.slot_base + chunk;
 }
@@ -115,8 +115,8 @@ constexpr int kSortedSequences = 1024;  // up to here `order` is by falling leng
 
 // One block. Boundaries that were never checked on the host are clamped into 0..total and made monotone, so that a
 // wrong one can't lead outside the tensors.
-static __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const __grid_constant__ Boundaries boundaries,
-                                                                   Plan plan) {
+static __global__ void __launch_bounds__(kPlanThreads)
+    plan_kernel(const __grid_constant__ Boundaries boundaries, Plan plan) {
   __shared__ int warp_chunks[32], warp_slots[32], lengths[kSortedSequences];
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
   int chunk_base = 0, slot_base = 0;

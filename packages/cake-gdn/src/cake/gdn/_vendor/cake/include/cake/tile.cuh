@@ -35,7 +35,7 @@ template <int kGroups, int kThreads>
 __device__ __forceinline__ void load_rows(uint32_t tile, const __nv_bfloat16* src, int64_t row_stride, int rows,
                                           int thread) {
   constexpr int kRowsAtOnce = kThreads / kGroups;
-  static_assert(kRowsAtOnce % 8 == 0, "a thread must keep its place in the swizzle");
+  static_assert(kRowsAtOnce % 4 == 0, "a thread must keep its place in the swizzle, or swap between two");
   int row = thread / kGroups;
   const int group = thread % kGroups;
   uint32_t dst = tile + group_offset<kChunk>(row, group);
@@ -44,6 +44,7 @@ __device__ __forceinline__ void load_rows(uint32_t tile, const __nv_bfloat16* sr
   for (int i = 0; i < kChunk / kRowsAtOnce; ++i) {
     cp_async_16(dst, src, row < rows);
     dst += kRowsAtOnce * kPanelRowBytes;
+    if (kRowsAtOnce % 8 != 0) dst ^= 4 << 4;  // rows that differ by 4 swizzle apart by 4 groups
     src += kRowsAtOnce * row_stride;
     row += kRowsAtOnce;
   }

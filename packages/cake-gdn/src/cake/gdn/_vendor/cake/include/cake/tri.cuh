@@ -1,8 +1,9 @@
 // Inverse of a 64 x 64 unit lower triangular matrix by one warpgroup, in fp32 with tensor cores.
 //
-// X = (I + L)^-1 in 16 x 16 blocks: the diagonal ones by forward substitution in fp32 (warp w takes block w), then
-// each warp w makes block column w downwards, X_Iw = -X_II sum_{w<=M<I} L_IM X_Mw. Products run on mma.sync in tf32
-// with both operands split in two, so the result carries fp32's accuracy to about 2^-21 and needs no bounded keys.
+// X = (I + L)^-1: the diagonal 16 x 16 blocks by forward substitution in fp32 (warp w takes block w), then blocks of 32 and
+// of 64 from their halves, X_21 = -X_22 (L_21 X_11), each warp making a strip of 8 columns on its own. Products run on
+// mma.sync in tf32 with both operands split in two, so the result keeps fp32's accuracy to about 2^-21 and needs no
+// bounded keys.
 #pragma once
 
 #include "ptx.cuh"
@@ -19,46 +20,49 @@ __device__ __forceinline__ void mma_tf32(float (&d)[4], const uint32_t (&a)[4], 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// x = hi + lo, both with tf32's mantissa (lo to its own rounding).
+// x = hi + lo: hi keeps tf32's mantissa, mma drops what lo has beyond its own.
 __device__ __forceinline__ void split_tf32(float x, uint32_t& hi, uint32_t& lo) {
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(hi) : "f"(x));
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(lo) : "f"(x - __uint_as_float(hi)));
+  hi = __float_as_uint(x) & 0xffffe000u;
+  lo = __float_as_uint(x - __uint_as_float(hi));
 }
 
-// D[16][16] += A[16][16] B[16][16]; A and B are blocks in shared memory with kTriStride floats between rows. Lane
-// layout of D: d[n][i] is row lane / 4 + 8 * (i >> 1), column 8 n + 2 * (lane % 4) + (i & 1).
-__device__ __forceinline__ void block_product(float (&d)[2][4], const float* a, const float* b, int lane) {
-  const int g = lane >> 2, t = lane & 3;
-#pragma unroll
-  for (int k = 0; k < 16; k += 8) {
-    uint32_t ah[4], al[4];
+// One k8 step of D[16][8] += A[16][8] B[8][8].
+struct SplitA {
+  uint32_t hi[4], lo[4];
+  // a: top left of the [16][8] block.
+  __device__ __forceinline__ SplitA(const float* a, int lane) {
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      split_tf32(a[(g + 8 * (i & 1)) * kTriStride + k + t + 4 * (i >> 1)], ah[i], al[i]);
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      uint32_t bh[2], bl[2];
-#pragma unroll
-      for (int i = 0; i < 2; ++i) split_tf32(b[(k + t + 4 * i) * kTriStride + 8 * n + g], bh[i], bl[i]);
-      mma_tf32(d[n], al, bh);
-      mma_tf32(d[n], ah, bl);
-      mma_tf32(d[n], ah, bh);
-    }
+      split_tf32(a[((lane >> 2) + 8 * (i & 1)) * kTriStride + (lane & 3) + 4 * (i >> 1)], hi[i], lo[i]);
   }
+};
+
+struct SplitB {
+  uint32_t hi[2], lo[2];
+  // b: top left of the [8][8] block.
+  __device__ __forceinline__ SplitB(const float* b, int lane) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) split_tf32(b[((lane & 3) + 4 * i) * kTriStride + (lane >> 2)], hi[i], lo[i]);
+  }
+};
+
+__device__ __forceinline__ void mma_split(float (&d)[4], const SplitA& a, const SplitB& b) {
+  mma_tf32(d, a.lo, b.hi);
+  mma_tf32(d, a.hi, b.lo);
+  mma_tf32(d, a.hi, b.hi);
 }
 
-__device__ __forceinline__ void store_block(float* x, const float (&d)[2][4], float sign, int lane) {
+// [16][8] to shared memory; d[i] is row lane / 4 + 8 * (i >> 1), column 2 * (lane % 4) + (i & 1).
+__device__ __forceinline__ void store_strip(float* x, const float (&d)[4], float sign, int lane) {
 #pragma unroll
-  for (int n = 0; n < 2; ++n)
-#pragma unroll
-    for (int h = 0; h < 2; ++h)
-      *reinterpret_cast<float2*>(x + ((lane >> 2) + 8 * h) * kTriStride + 8 * n + 2 * (lane & 3)) =
-          make_float2(sign * d[n][2 * h], sign * d[n][2 * h + 1]);
+  for (int h = 0; h < 2; ++h)
+    *reinterpret_cast<float2*>(x + ((lane >> 2) + 8 * h) * kTriStride + 2 * (lane & 3)) =
+        make_float2(sign * d[2 * h], sign * d[2 * h + 1]);
 }
 
-// l: strictly lower triangle of L (the rest of each diagonal block is never read), x: receives the lower blocks of
-// the inverse; the diagonal blocks' upper triangles become exact zeros, blocks above the diagonal are not written.
-// All 128 threads; `l` must be visible to them, and a barrier must follow before `x` is read by others.
+// l: strictly lower triangle of L (of the diagonal 16 x 16 blocks nothing else is read), x: receives the lower triangle
+// of the inverse; upper triangles of the diagonal blocks become exact zeros, blocks above them are neither written nor
+// read. All 128 threads; `l` must be visible to them, and a barrier must follow before `x` is read by others.
 template <typename Barrier>
 __device__ __forceinline__ void invert_unit_lower(float* x, const float* l, int thread, Barrier barrier) {
   const int lane = thread & 31, warp = thread >> 5;
@@ -75,18 +79,50 @@ __device__ __forceinline__ void invert_unit_lower(float* x, const float* l, int 
     }
   }
   barrier();
-  for (int row = warp + 1; row < 4; ++row) {
-    float sum[2][4] = {};
-    for (int m = warp; m < row; ++m)
-      block_product(sum, l + 16 * (row * kTriStride + m), x + 16 * (m * kTriStride + warp), lane);
-    float* target = x + 16 * (row * kTriStride + warp);
-    store_block(target, sum, 1.f, lane);
+  // 16 -> 32: two pairs of blocks, two warps each, a warp makes 8 columns: X_21 = -X_22 (L_21 X_11).
+  {
+    const int first = 32 * (warp >> 1), column = first + 8 * (warp & 1);
+    float* target = x + (first + 16) * kTriStride + column;
+    float sum[4] = {}, product[4] = {};
+#pragma unroll
+    for (int k = 0; k < 16; k += 8)
+      mma_split(sum, SplitA(l + (first + 16) * kTriStride + first + k, lane),
+                SplitB(x + (first + k) * kTriStride + column, lane));
+    store_strip(target, sum, 1.f, lane);
     __syncwarp();
-    float product[2][4] = {};
-    block_product(product, x + 16 * row * (kTriStride + 1), target, lane);
+#pragma unroll
+    for (int k = 0; k < 16; k += 8)
+      mma_split(product, SplitA(x + (first + 16) * kTriStride + first + 16 + k, lane),
+                SplitB(target + k * kTriStride, lane));
     __syncwarp();
-    store_block(target, product, -1.f, lane);
+    store_strip(target, product, -1.f, lane);
+  }
+  barrier();
+  // 32 -> 64: a warp makes 8 of the 32 columns.
+  {
+    const int column = 8 * warp;
+    float* target = x + 32 * kTriStride + column;
+    float sum[2][4] = {}, product[2][4] = {};
+#pragma unroll
+    for (int k = 0; k < 32; k += 8) {
+      if (k < column) continue;  // above the diagonal of X_11
+      const SplitB b(x + k * kTriStride + column, lane);
+#pragma unroll
+      for (int m = 0; m < 2; ++m) mma_split(sum[m], SplitA(l + (32 + 16 * m) * kTriStride + k, lane), b);
+    }
+#pragma unroll
+    for (int m = 0; m < 2; ++m) store_strip(target + 16 * m * kTriStride, sum[m], 1.f, lane);
     __syncwarp();
+#pragma unroll
+    for (int k = 0; k < 32; k += 8) {
+      const SplitB b(target + k * kTriStride, lane);
+#pragma unroll
+      for (int m = 0; m < 2; ++m)
+        if (k < 16 * (m + 1)) mma_split(product[m], SplitA(x + (32 + 16 * m) * kTriStride + 32 + k, lane), b);
+    }
+    __syncwarp();
+#pragma unroll
+    for (int m = 0; m < 2; ++m) store_strip(target + 16 * m * kTriStride, product[m], -1.f, lane);
   }
 }
 

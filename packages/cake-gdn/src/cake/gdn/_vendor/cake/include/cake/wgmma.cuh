@@ -40,7 +40,7 @@ __device__ __forceinline__ void wgmma_wait() {
 
 // ---- one k16 step ----------------------------------------------------------------------------------------------
 
-#define CAKE_ACC8(i)                                                                                       \
+#define CAKE_ACC8(i)                                                                                          \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
       "+f"(d[i + 7])
 
@@ -86,7 +86,8 @@ __device__ __forceinline__ void wgmma_k16(float (&d)[64], const uint32_t (&a)[4]
       "%48, %49, %50, %51, %52, %53, %54, %55, "
       "%56, %57, %58, %59, %60, %61, %62, %63"
       "}, {%64, %65, %66, %67}, %68, p, 1, 1, %70;\n}\n"
-      : CAKE_ACC8(0), CAKE_ACC8(8), CAKE_ACC8(16), CAKE_ACC8(24), CAKE_ACC8(32), CAKE_ACC8(40), CAKE_ACC8(48), CAKE_ACC8(56)
+      : CAKE_ACC8(0), CAKE_ACC8(8), CAKE_ACC8(16), CAKE_ACC8(24), CAKE_ACC8(32), CAKE_ACC8(40), CAKE_ACC8(48),
+        CAKE_ACC8(56)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(kTransB));
 }
 
@@ -104,7 +105,8 @@ __device__ __forceinline__ void wgmma_k16(float (&d)[64], uint64_t a, uint64_t b
       "%48, %49, %50, %51, %52, %53, %54, %55, "
       "%56, %57, %58, %59, %60, %61, %62, %63"
       "}, %64, %65, p, 1, 1, %67, %68;\n}\n"
-      : CAKE_ACC8(0), CAKE_ACC8(8), CAKE_ACC8(16), CAKE_ACC8(24), CAKE_ACC8(32), CAKE_ACC8(40), CAKE_ACC8(48), CAKE_ACC8(56)
+      : CAKE_ACC8(0), CAKE_ACC8(8), CAKE_ACC8(16), CAKE_ACC8(24), CAKE_ACC8(32), CAKE_ACC8(40), CAKE_ACC8(48),
+        CAKE_ACC8(56)
       : "l"(a), "l"(b), "r"(accumulate), "n"(kTransA), "n"(kTransB));
 }
 
@@ -124,9 +126,12 @@ __device__ __forceinline__ uint64_t operand(uint32_t tile, int step) {
   return kLayout | ((tile + offset) >> 4);
 }
 
+// Operand addresses are taken afresh at every call: descriptors hoisted out of loops cost more registers than they save.
+
 // D (+)= A B over kSteps k16 steps. A: register fragments. B: a tile of kRowsB rows.
 template <Major kMajorB, int kRowsB, int kSteps, int n>
 __device__ __forceinline__ void gemm_rs(float (&d)[n], const uint32_t (&a)[kSteps][4], uint32_t b, bool accumulate) {
+  b = fresh(b);
 #pragma unroll
   for (int s = 0; s < kSteps; ++s)
     wgmma_k16<kMajorB == Major::MN>(d, a[s], operand<kMajorB, kRowsB>(b, s), accumulate || s > 0);
@@ -135,6 +140,7 @@ __device__ __forceinline__ void gemm_rs(float (&d)[n], const uint32_t (&a)[kStep
 // D (+)= A B over kSteps k16 steps, both operands in shared memory.
 template <Major kMajorA, int kRowsA, Major kMajorB, int kRowsB, int kSteps, int n>
 __device__ __forceinline__ void gemm_ss(float (&d)[n], uint32_t a, uint32_t b, bool accumulate) {
+  a = fresh(a), b = fresh(b);
 #pragma unroll
   for (int s = 0; s < kSteps; ++s)
     wgmma_k16<kMajorA == Major::MN, kMajorB == Major::MN>(d, operand<kMajorA, kRowsA>(a, s),
