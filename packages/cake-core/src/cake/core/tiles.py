@@ -110,7 +110,7 @@ class Group:
             yield chunk, Tile(self._start[:count] + chunk * CHUNK, rows, full)
 
     def chunks(self, chunk: int, count: int) -> torch.Tensor:
-        """Place in the plan's order of the `chunk`-th chunks of the first `count` sequences, int64 [count]."""
+        """Place in the plan's order of the first `count` sequences' chunk `chunk`, int64 [count]."""
         return self._base[:count] + chunk
 
     def slots(self, chunk: int, count: int, edge: bool, *, after: bool) -> torch.Tensor:

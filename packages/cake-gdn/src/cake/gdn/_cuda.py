@@ -75,7 +75,8 @@ def scan(
     states = _tape(seqs, v, edge) if save_states else None
     _library("gdn_scan").gdn_scan(
         q, k, v, beta, _plan_of(prep, seqs, q.device), seqs.n, seqs.chunk_capacity,
-        prep.t, prep.b, prep.rq, prep.rk, initial_state, o, final_state, states, edge, scale, _stream(v.device),
+        prep.t, prep.b, prep.rq, prep.rk, initial_state, o, final_state, states,
+        edge, scale, _stream(v.device),
     )  # fmt: skip
     return o, final_state, states
 
@@ -130,8 +131,8 @@ def out(
     dg = torch.empty_like(dbeta)
     _library("gdn_out").gdn_out(
         q, k, v, do, y, beta, _plan_of(prep, seqs, q.device), seqs.n, seqs.chunk_capacity,
-        prep.t, prep.b, prep.rq, prep.rk, states, adj_states, states_edge, adj_edge, dq, dk, y, dbeta, dg, scale, l2norm, _ctas(q.device.index),
-        _stream(q.device),
+        prep.t, prep.b, prep.rq, prep.rk, states, adj_states, states_edge, adj_edge,
+        dq, dk, y, dbeta, dg, scale, l2norm, _ctas(q.device.index), _stream(q.device),
     )  # fmt: skip
     return dq, dk, y, dbeta, dg
 
@@ -143,8 +144,9 @@ def logical_states(images: torch.Tensor) -> torch.Tensor:
     """
     rows = torch.arange(HEAD_DIM, device=images.device)[:, None]
     groups = torch.arange(8, device=images.device)[None, :] ^ (rows & 7)
-    panels = images.unflatten(2, (2, 64)).flatten(2).view(*images.shape[:2], 2, HEAD_DIM, 8, 8)
-    return panels[:, :, :, rows, groups].permute(0, 1, 3, 2, 4, 5).reshape(images.shape)
+    panels = images.reshape(*images.shape[:2], 2, HEAD_DIM, 8, 8)
+    logical: torch.Tensor = panels[:, :, :, rows, groups].permute(0, 1, 3, 2, 4, 5).reshape(images.shape)
+    return logical
 
 
 def _library(name: str) -> Any:
@@ -186,7 +188,7 @@ def _plan(seqs: Sequences, device: torch.device, stream: int) -> torch.Tensor:
     words = torch.empty(PLAN_HEADER + 5 * seqs.n + 4 * seqs.chunk_capacity, dtype=torch.int32, device=device)
     library = _library("gdn_prep")
     kind, host, boundaries = UNIFORM, 0, None
-    if seqs.boundaries is None:
+    if seqs.cu_device is not None:
         boundaries = seqs.cu_device
         kind = INT64 if boundaries.dtype == torch.int64 else INT32
     elif seqs.batch == 1 and seqs.n > 1:
