@@ -150,7 +150,7 @@ def test_grouped_heads_are_repeated_heads(make, call, heads):
     )
     for name in ("o", "ht", "dv", "dbeta", "dh0"):
         assert_bitwise_equal(name, grouped[name], repeated[name])
-    # The kernels take a head's share of q^ . dq^ from the running sum of its group: the same dg to fp32 rounding.
+    # The kernels take a head's share of q^ . dq^ from its group's running sum: the same dg to fp32 rounding.
     assert relative_error(grouped["dg"], repeated["dg"]) < 2e-5
     for name in ("dq", "dk"):
         total = repeated[name].double().unflatten(2, (h, hv // h)).sum(3)
