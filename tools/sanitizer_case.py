@@ -58,7 +58,8 @@ def gdn(heads: int, value_heads: int, *, states: bool, in_kernel: bool) -> None:
 def main() -> None:
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     for recompute in (False, True):
-        cake.core.configure({"cake_gdn_recompute_state": recompute})
+        selection = {"linear_attention_backend": "cake", "cake_gdn_variant": "det"}
+        cake.core.configure({**selection, "cake_gdn_recompute_state": recompute})
         for heads, value_heads in HEADS:
             for states in (False, True):
                 for in_kernel in (False, True):
