@@ -1,0 +1,141 @@
+#!/usr/bin/env python3
+"""Write the measured tables of README.md and docs from the committed results, or check that they agree.
+
+    python3 tools/measured.py            # rewrite the tables
+    python3 tools/measured.py --check    # exit 1 where a document's table isn't what its results say
+
+A table stands between `<!-- measured NAME -->` and `<!-- /measured -->`; the names are the keys of TABLES.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+GDN = ROOT / "packages" / "cake-gdn" / "benchmarks" / "results" / "h200.json"
+MARK = re.compile(r"<!-- measured (\S+) -->\n.*?<!-- /measured -->", re.DOTALL)
+# Part of a kernel's name: what the documents call it.
+STAGES = {
+    "prep_kernel": "prep",
+    "scan_kernel": "scan, with the tape",
+    "adj_kernel": "adj",
+    "out_kernel": "out",
+}
+
+
+def rows(results: dict[str, Any], **wanted: Any) -> list[dict[str, Any]]:
+    """The result rows whose fields are as wanted."""
+    found: list[dict[str, Any]] = results["rows"]
+    return [row for row in found if all(row[key] == value for key, value in wanted.items())]
+
+
+def cell(results: dict[str, Any], field: str, digits: int = 2, **wanted: Any) -> str:
+    """One figure, or a dash where it was not measured."""
+    found = rows(results, **wanted)
+    value = found[0][field] if found else None
+    return "–" if value is None else f"{value:.{digits}f}"
+
+
+def shapes(results: dict[str, Any]) -> str:
+    """Forward and forward with backward of every shape, det beside FlashQLA."""
+    lines = [
+        "| heads (H, HV) | tokens of the documents | fwd | FlashQLA | fwd+bwd | FlashQLA | wall | FlashQLA |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name in dict.fromkeys(row["shape"] for row in results["rows"]):
+        first = rows(results, shape=name)[0]
+        lengths = first["lengths"]
+        if len(set(lengths)) == 1:
+            documents = f"{len(lengths)} x {lengths[0]}"
+        elif len(lengths) > 5:
+            documents = f"{len(lengths)} of {min(lengths)} to {max(lengths)}"
+        else:
+            documents = " + ".join(map(str, lengths))
+        det = {"shape": name, "arm": "cake-det"}
+        peer = {"shape": name, "arm": "flashqla"}
+        figures = [
+            cell(results, "gpu_ms", **det, **{"pass": "fwd"}),
+            cell(results, "gpu_ms", **peer, **{"pass": "fwd"}),
+            cell(results, "gpu_ms", **det, mode="save", **{"pass": "fwd+bwd"}),
+            cell(results, "gpu_ms", **peer, **{"pass": "fwd+bwd"}),
+            cell(results, "wall_ms", **det, mode="save", **{"pass": "fwd+bwd"}),
+            cell(results, "wall_ms", **peer, **{"pass": "fwd+bwd"}),
+        ]
+        lines.append(f"| ({first['heads'][0]}, {first['heads'][1]}) | {documents} | {' | '.join(figures)} |")
+    return "\n".join(lines)
+
+
+def stages(results: dict[str, Any]) -> str:
+    """Each kernel's time on shape M."""
+    lines = ["| kernel | ms on (16, 48), 12000 + 9000 + 6000 + 3768 + 2000 tokens |", "|---|---|"]
+    for part, title in STAGES.items():
+        for row in results["kernels"]:
+            here = (row["shape"], row["arm"], row["pass"], row["mode"]) == (
+                "M",
+                "cake-det",
+                "fwd+bwd",
+                "save",
+            )
+            if here and part in row["name"]:
+                lines.append(f"| {title} | {row['gpu_ms']:.2f} |")
+    return "\n".join(lines)
+
+
+def memory(results: dict[str, Any]) -> str:
+    """What a forward on shape M saves and what a forward and backward needs at most, in bytes per token."""
+    lines = [
+        "| on (16, 48), 32768 tokens | saved, KiB a token | peak of fwd+bwd, KiB a token |",
+        "|---|---|---|",
+    ]
+    for title, arm, mode in (
+        ("cake, states saved", "cake-det", "save"),
+        ("cake, recomputed", "cake-det", "recompute"),
+        ("FlashQLA", "flashqla", None),
+    ):
+        wanted = {"shape": "M", "arm": arm, "mode": mode}
+        figures = []
+        for field, name in (("saved_bytes", "fwd_train"), ("peak_bytes", "fwd+bwd")):
+            row = rows(results, **wanted, **{"pass": name})[0]
+            figures.append(f"{row[field] / sum(row['lengths']) / 1024:.1f}")
+        lines.append(f"| {title} | {' | '.join(figures)} |")
+    return "\n".join(lines)
+
+
+TABLES: dict[str, tuple[Path, Callable[[dict[str, Any]], str]]] = {
+    "gdn-shapes": (GDN, shapes),
+    "gdn-stages": (GDN, stages),
+    "gdn-memory": (GDN, memory),
+}
+
+
+def rendered(text: str) -> str:
+    """A document with its tables as the results say."""
+
+    def table(match: re.Match[str]) -> str:
+        path, make = TABLES[match[1]]
+        return f"<!-- measured {match[1]} -->\n{make(json.loads(path.read_text()))}\n<!-- /measured -->"
+
+    return MARK.sub(table, text)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where a table differs")
+    check = parser.parse_args().check
+    stale = [path for path in DOCUMENTS if rendered(path.read_text()) != path.read_text()]
+    for path in stale:
+        print(f"{path.relative_to(ROOT)}: {'differs from its results' if check else 'rewritten'}")
+        if not check:
+            path.write_text(rendered(path.read_text()))
+    return int(check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
