@@ -74,7 +74,7 @@ def scan(
     final_state = _edge_state(seqs, v) if output_final_state else None
     states = _tape(seqs, v, edge) if save_states else None
     _library("gdn_scan").gdn_scan(
-        q, k, v, beta, _plan_of(prep, seqs, q.device), seqs.n, seqs.chunk_capacity,
+        q, k, v, beta, prep.plan, seqs.n, seqs.chunk_capacity,
         prep.t, prep.b, prep.rq, prep.rk, initial_state, o, final_state, states,
         edge, scale, _stream(v.device),
     )  # fmt: skip
@@ -101,7 +101,7 @@ def adj(
     )
     dh0 = _edge_state(seqs, do) if need_dh0 else None
     _library("gdn_adj").gdn_adj(
-        q, k, do, beta, _plan_of(prep, seqs, q.device), seqs.n, seqs.chunk_capacity,
+        q, k, do, beta, prep.plan, seqs.n, seqs.chunk_capacity,
         prep.t, prep.b, prep.rq, prep.rk, dht, y, dh0, adj_states, edge, scale, _stream(do.device),
     )  # fmt: skip
     return y, adj_states, dh0
@@ -130,7 +130,7 @@ def out(
     dbeta = torch.empty(v.shape[:3], dtype=torch.float32, device=q.device)
     dg = torch.empty_like(dbeta)
     _library("gdn_out").gdn_out(
-        q, k, v, do, y, beta, _plan_of(prep, seqs, q.device), seqs.n, seqs.chunk_capacity,
+        q, k, v, do, y, beta, prep.plan, seqs.n, seqs.chunk_capacity,
         prep.t, prep.b, prep.rq, prep.rk, states, adj_states, states_edge, adj_edge,
         dq, dk, y, dbeta, dg, scale, l2norm, _ctas(q.device.index), _stream(q.device),
     )  # fmt: skip
@@ -179,10 +179,6 @@ def _host_boundaries(seqs: Sequences) -> array[int]:
     return array("i", seqs.boundaries or ())
 
 
-def _plan_of(prep: Prep, seqs: Sequences, device: torch.device) -> torch.Tensor:
-    return _plan(seqs, device, _stream(device)) if prep.plan is None else prep.plan
-
-
 def _plan(seqs: Sequences, device: torch.device, stream: int) -> torch.Tensor:
     """The tables of sequences and chunks on the device, int32, made by one small launch."""
     words = torch.empty(PLAN_HEADER + 5 * seqs.n + 4 * seqs.chunk_capacity, dtype=torch.int32, device=device)
@@ -192,8 +188,9 @@ def _plan(seqs: Sequences, device: torch.device, stream: int) -> torch.Tensor:
         boundaries = seqs.cu_device
         kind = INT64 if boundaries.dtype == torch.int64 else INT32
     elif seqs.batch == 1 and seqs.n > 1:
-        host = _host_boundaries(seqs).buffer_info()[0]
-        kind = INLINE
+        # Held until the launches have read it: the cache may drop it for another thread's call.
+        values = _host_boundaries(seqs)
+        kind, host = INLINE, values.buffer_info()[0]
         if seqs.n + 1 > INLINE_BOUNDARIES:
             boundaries = torch.empty(seqs.n + 1, dtype=torch.int32, device=device)
             library.gdn_boundaries(boundaries, host, seqs.n + 1, stream)
