@@ -12,6 +12,7 @@ import pytest
 from cake.core import config, env, registry
 from cake.core.testing import installed_distribution, write_distribution
 from cake.core.testing.markers import pytest_configure, pytest_runtest_setup
+from cake.core.testing.toolchain import FakeToolkit
 
 __all__ = ["pytest_configure", "pytest_runtest_setup"]
 
@@ -89,6 +90,14 @@ def _unconfigured(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     config.reset()
     yield
     config.reset()
+
+
+@pytest.fixture
+def kit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeToolkit:
+    """A fake CUDA toolkit, in a folder with a space in its name, that is the one in use."""
+    found = FakeToolkit(tmp_path / "my toolkit")
+    monkeypatch.setenv("CAKE_NVCC", str(found.nvcc))
+    return found
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from cake.core._archive import ArchiveError, export_archive, import_archive, rea
 from cake.core.cli import main
 from cake.core.errors import BuildError, NoBuildError, ToolchainError
 from cake.core.testing import installed_distribution, write_distribution
-from cake.core.testing.toolchain import FakeToolkit, write_package
+from cake.core.testing.toolchain import write_package
 
 ARCH = "sm_90a"
 SPEC = """
@@ -48,13 +48,6 @@ def bare(monkeypatch, tmp_path):
     monkeypatch.setattr(toolchain, "_wheel_nvccs", list)
     yield
     loader.release()
-
-
-@pytest.fixture
-def kit(monkeypatch, tmp_path):
-    kit = FakeToolkit(tmp_path / "kit")
-    monkeypatch.setenv("CAKE_NVCC", str(kit.nvcc))
-    return kit
 
 
 @pytest.fixture

@@ -33,13 +33,6 @@ def clean(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def kit(monkeypatch, tmp_path):
-    kit = FakeToolkit(tmp_path / "my toolkit")
-    monkeypatch.setenv("CAKE_NVCC", str(kit.nvcc))
-    return kit
-
-
-@pytest.fixture
 def package(tmp_path):
     return write_package(tmp_path / "my op")
 

@@ -12,7 +12,7 @@ import filelock
 import pytest
 
 from cake.core import build, cache, loader, toolchain
-from cake.core.testing.toolchain import FakeToolkit, write_package
+from cake.core.testing.toolchain import write_package
 
 DRIVER = r"""
 import contextlib, ctypes, fcntl, multiprocessing, os, pathlib, sys
@@ -65,13 +65,6 @@ def clean(monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CAKE_CACHE_DIR", str(tmp_path / "the cache"))
     monkeypatch.setattr(toolchain, "driver_cuda", lambda: None)
-
-
-@pytest.fixture
-def kit(monkeypatch, tmp_path):
-    kit = FakeToolkit(tmp_path / "kit")
-    monkeypatch.setenv("CAKE_NVCC", str(kit.nvcc))
-    return kit
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from cake.core import _prebuild, cache, loader, toolchain
 from cake.core.cli import main
 from cake.core.errors import BuildError, ConfigError, NoBuildError, ToolchainError, UnknownOpError
 from cake.core.testing import installed_distribution
-from cake.core.testing.toolchain import FakeToolkit, raises_soon, write_package
+from cake.core.testing.toolchain import raises_soon, write_package
 
 SPEC = """
 from cake.core.spec import KernelPackage, OpSpec
@@ -40,13 +40,6 @@ def clean(monkeypatch, tmp_path):
     monkeypatch.setattr(toolchain, "driver_cuda", lambda: None)
     yield
     cake.core.release()
-
-
-@pytest.fixture
-def kit(monkeypatch, tmp_path):
-    kit = FakeToolkit(tmp_path / "kit")
-    monkeypatch.setenv("CAKE_NVCC", str(kit.nvcc))
-    return kit
 
 
 @pytest.fixture
