@@ -111,11 +111,8 @@ __device__ __forceinline__ void scan_states(WalkShared& s, const WalkArgs& args,
     }
     wgmma_wait<0>();
     pin(state);
-    __syncwarp();
-    if (lane == 0) {
-      s.ring.signal_empty(at);
-      s.helped.signal_empty(help_at);
-    }
+    s.ring.signal_empty(at, lane);
+    s.helped.signal_empty(help_at, lane);
   }
   if (args.edge_out) store_edge(args.edge_out + edge, state, channel0, lane);
   if (kTape && lane == 0) bulk_wait();  // shared memory must outlive the copies
@@ -125,7 +122,7 @@ template <bool kOutput, bool kTape>
 static __global__ void __launch_bounds__(kWalkThreads, 1) scan_kernel(const __grid_constant__ WalkArgs args) {
   extern __shared__ __align__(1024) uint8_t raw[];
   WalkShared& s = *reinterpret_cast<WalkShared*>(raw);
-  const Walk walk = walk_of(args, blockIdx.x);
+  const Walk walk = walk_of(args.plan, args.v_heads, args.group, blockIdx.x);
   walk_init(s, threadIdx.x);
   const Role role = static_cast<Role>(threadIdx.x / 128);
   if (role == Role::kProducer) {
