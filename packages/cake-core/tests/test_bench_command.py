@@ -7,7 +7,8 @@ import os
 
 import pytest
 
-from cake.core.bench import precompile
+from cake.core.bench import Shape, run_in_turn
+from cake.core.bench._turns import groups
 from cake.core.cli import main
 from cake.core.testing import installed_distribution
 
@@ -135,25 +136,40 @@ def test_shapes_run_one_by_one_are_kept_in_one_file(timed):
     assert not any("earlier" in head for head in found["header"]["earlier"])
 
 
-def test_compiling_ahead_runs_every_shape_once_in_processes(timed, monkeypatch, capsys):
+def test_processes_compile_side_by_side_and_are_timed_in_turn(timed, monkeypatch, capsys):
     monkeypatch.setenv("PYTHONPATH", str(timed / "site"))
     monkeypatch.setenv("TIMED_LOG", str(timed / "log"))
     words = ("--shapes", "tiny,wide", "--vs", "peer", "--passes", "fwd", "--compile-jobs", "2")
     assert bench(*words, "--out", str(timed / "results.json")) == 0
-    mine = str(os.getpid())
-    processes = {tuple(line.split()) for line in (timed / "log").read_text().splitlines()}
-    others = [shape for process, shape in processes if process != mine]
-    assert sorted(others) == ["tiny", "wide"]
-    assert {shape for process, shape in processes if process == mine} == {"tiny", "wide"}
-    assert json.loads((timed / "results.json").read_text())["notes"] == []
-    assert "wide: compiled ahead" in capsys.readouterr().err
+    calls = [tuple(line.split()) for line in (timed / "log").read_text().splitlines()]
+    by_shape = {shape: {process for process, name in calls if name == shape} for shape in ("tiny", "wide")}
+    assert all(len(processes) == 1 and str(os.getpid()) not in processes for processes in by_shape.values())
+    assert by_shape["tiny"] != by_shape["wide"]
+    # Each makes its inputs twice: to compile, and in its turn.
+    assert {shape for _, shape in calls[:2]} == {"tiny", "wide"}
+    assert [shape for _, shape in calls[2:]] == ["tiny", "wide"]
+    found = json.loads((timed / "results.json").read_text())
+    assert found["notes"] == []
+    assert {(row["shape"], row["arm"]) for row in found["rows"]} >= {("tiny", "peer"), ("wide", "cake-det")}
+    assert "wide: timed" in capsys.readouterr().err
 
 
-def test_compiling_ahead_that_fails_or_hangs_is_noted():
-    (problem,) = precompile("no-such-op", ["tiny"], [], "cpu", jobs=1, timeout=0.0)
-    assert problem == "tiny: compiling ahead took more than 0 s"
-    (problem,) = precompile("no-such-op", ["tiny"], [], "--help-me", jobs=1)
-    assert problem.startswith("tiny: compiling ahead failed: ")
+def test_a_process_that_fails_or_is_late_is_noted_and_fails_the_run(timed):
+    shape = Shape("tiny", (1, 1), (8,))
+    late = run_in_turn(["bench", "timed"], [shape], processes=1, seconds=0.0)
+    assert late.failed
+    assert late.notes == ["tiny: was not ready in time"]
+    broken = run_in_turn(["bench", "no-such-op"], [shape], processes=1)
+    assert broken.failed
+    assert "no-such-op" in broken.notes[0]
+
+
+@pytest.mark.parametrize(("processes", "expected"), [(8, ["ac", "b", "d"]), (2, ["acd", "b"]), (1, ["acbd"])])
+def test_shapes_of_one_head_count_share_a_process(processes, expected):
+    shapes = [
+        Shape(name, heads, (8,)) for name, heads in zip("abcd", ((1, 1), (1, 2), (1, 1), (2, 2)), strict=True)
+    ]
+    assert ["".join(s.name for s in group) for group in groups(shapes, processes)] == expected
 
 
 def test_arms_that_disagree_make_the_command_fail(timed, capsys):

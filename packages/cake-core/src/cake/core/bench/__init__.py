@@ -16,9 +16,9 @@ from cake.core.bench._model import (
     Shape,
     Work,
 )
-from cake.core.bench._precompile import precompile
 from cake.core.bench._report import document, git_commit, header, table, write_json
 from cake.core.bench._runner import Plan, Results, Runner
+from cake.core.bench._turns import run_in_turn, wait_for_turn
 
 __all__ = [
     "CEILINGS",
@@ -40,7 +40,8 @@ __all__ = [
     "git_commit",
     "header",
     "meter",
-    "precompile",
+    "run_in_turn",
     "table",
+    "wait_for_turn",
     "write_json",
 ]

@@ -46,8 +46,10 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         type=_count,
         metavar="N",
         default=0,
-        help="first run every shape once in N processes at a time, for what others compile when first called",
+        help="compile and check in up to N processes, one per head count, then time them in turn: "
+        "for others that compile for minutes when first called",
     )
+    parser.add_argument("--in-turn", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument(
         "--time-budget", type=float, metavar="SECONDS", help="begin nothing new after this long"
     )
@@ -84,7 +86,7 @@ def _measure(args: argparse.Namespace, bench: Bench, plan: Plan, device: torch.d
     import torch
     from rich.console import Console
 
-    from cake.core.bench import CEILINGS, Runner, document, header, meter, table, write_json
+    from cake.core.bench import CEILINGS, Runner, document, header, meter, run_in_turn, table, write_json
 
     console = Console()
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
@@ -97,15 +99,24 @@ def _measure(args: argparse.Namespace, bench: Bench, plan: Plan, device: torch.d
         if args.out is not None:
             write_json(args.out, document(head, results, earlier))
 
-    ahead = len(plan.shapes) if args.compile_jobs else 0
-    with _progress(ahead + plan.steps) as step:
-        began = time.monotonic()
-        notes = _compile_ahead(args, plan, device, step) if ahead else []
-        if plan.time_budget is not None:
-            plan = replace(plan, time_budget=plan.time_budget - (time.monotonic() - began))
-        runner = Runner(bench, plan, device, meter(device), ceilings=ceilings, on_step=step, on_shape=save)
-        runner.results.notes += notes
-        results = runner.run()
+    if args.compile_jobs:
+        with _progress(2 * len(plan.shapes)) as step:
+            results = run_in_turn(
+                _words(args, device),
+                plan.shapes,
+                processes=args.compile_jobs,
+                seconds=plan.time_budget,
+                on_step=step,
+                on_shapes=save,
+            )
+    else:
+        if args.in_turn:
+            plan = _wait(bench, plan, device)
+        with _progress(plan.steps) as step:
+            runner = Runner(
+                bench, plan, device, meter(device), ceilings=ceilings, on_step=step, on_shape=save
+            )
+            results = runner.run()
     save(results)
     # Wide enough for every column when the output is a file or a log.
     wide = console if console.is_terminal else Console(width=200)
@@ -119,20 +130,31 @@ def _measure(args: argparse.Namespace, bench: Bench, plan: Plan, device: torch.d
     return 1 if results.failed else 0
 
 
-def _compile_ahead(
-    args: argparse.Namespace, plan: Plan, device: torch.device, step: Callable[[str], None]
-) -> list[str]:
-    from cake.core.bench import precompile
+def _words(args: argparse.Namespace, device: torch.device) -> list[str]:
+    """The command that another process runs for some of the shapes."""
+    values = {
+        "--vs": args.vs,
+        "--variants": args.variants,
+        "--passes": args.passes,
+        "--modes": args.modes,
+        "--device": device,
+        "--samples": args.samples,
+        "--warmups": args.warmups,
+        "--profiles": args.profiles,
+        "--seed": args.seed,
+        "--commit": args.commit,
+    }
+    given = [(name, str(value)) for name, value in values.items() if value not in ("", None)]
+    return ["bench", args.op, *(word for pair in given for word in pair)]
 
-    return precompile(
-        args.op,
-        [shape.name for shape in plan.shapes],
-        [arm.name for arm in plan.arms if arm.peer],
-        str(device),
-        jobs=args.compile_jobs,
-        timeout=plan.time_budget,
-        on_step=step,
-    )
+
+def _wait(bench: Bench, plan: Plan, device: torch.device) -> Plan:
+    """Run everything once, untimed, so that all is compiled; then wait for the turn."""
+    from cake.core.bench import Runner, meter, wait_for_turn
+
+    untimed = replace(plan, passes=("fwd", "fwd+bwd"), samples=1, warmups=0, profiles=0)
+    Runner(bench, untimed, device, meter(device)).run()
+    return replace(plan, time_budget=wait_for_turn())
 
 
 @contextmanager
