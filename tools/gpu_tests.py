@@ -151,6 +151,8 @@ def sanitize(environment: dict[str, str], out: Path, tool: str) -> dict[str, Any
     # Each tensor in an allocation of its own, so that a read past its end is seen.
     environment = {**environment, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     case = [sys.executable, str(ROOT / "tools" / "sanitizer_case.py")]
+    if tool == "racecheck":
+        environment |= every_lane_arrives(out, path)
     subprocess.run(case, env=environment, check=True)  # compiles what is missing, outside the tool
     options = ["--tool", tool, "--error-exitcode", "9", "--print-limit", "20"]
     result = logged([sanitizer, *options, *case], environment, out / f"{tool}.log")
@@ -160,6 +162,23 @@ def sanitize(environment: dict[str, str], out: Path, tool: str) -> dict[str, Any
     if not result["summary"]:
         result["exit"] = result["exit"] or 1
     return result
+
+
+def every_lane_arrives(out: Path, path: str) -> dict[str, str]:
+    """The environment of a build for racecheck, kept apart from any other.
+
+    The kernels let one lane arrive at an mbarrier for its warp, after __syncwarp; racecheck doesn't follow that
+    order and would report each such pair. kernels/include/cake/pipe.cuh lets every lane arrive instead.
+    """
+    nvcc = shutil.which("nvcc", path=path)
+    if nvcc is None:
+        raise SystemExit("nvcc was not found in CUDA_HOME, CUDA_PATH, PATH or /usr/local/cuda/bin")
+    folder = out / "racecheck"
+    (folder / "bin").mkdir(parents=True, exist_ok=True)
+    wrapper = folder / "bin" / "nvcc"
+    wrapper.write_text(f'#!/bin/sh\nexec {nvcc} -DCAKE_EVERY_LANE_ARRIVES "$@"\n')
+    wrapper.chmod(0o755)
+    return {"CAKE_NVCC": str(wrapper), "CAKE_CACHE_DIR": str(folder / "cache")}
 
 
 def logged(command: list[str], environment: dict[str, str], log: Path) -> dict[str, Any]:
