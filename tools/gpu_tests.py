@@ -167,8 +167,8 @@ def sanitize(environment: dict[str, str], out: Path, tool: str) -> dict[str, Any
 def every_lane_arrives(out: Path, path: str) -> dict[str, str]:
     """The environment of a build for racecheck, kept apart from any other.
 
-    The kernels let one lane arrive at an mbarrier for its warp, after __syncwarp; racecheck doesn't follow that
-    order and would report each such pair. kernels/include/cake/pipe.cuh lets every lane arrive instead.
+    The kernels let one lane arrive at an mbarrier for its warp, after __syncwarp; racecheck doesn't follow
+    that order and would report each such pair. This build lets every lane arrive (cake/pipe.cuh).
     """
     nvcc = shutil.which("nvcc", path=path)
     if nvcc is None:
