@@ -6,6 +6,7 @@ inputs alone, and the backward runs the same `prep` and `scan` again: the bits a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -24,7 +25,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 
 @dataclass(frozen=True)
-class _Inputs:
+class Inputs:
     """Extents of a call's inputs."""
 
     q_shape: torch.Size
@@ -83,21 +84,13 @@ class _GatedDeltaRule(torch.autograd.Function):
         call: Call,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         ctx.set_materialize_grads(False)
-        recompute = call.route.recompute_state
-        o, final_state, prep, states = _forward(
-            q, k, v, g, beta, initial_state, call, save_states=not recompute
-        )
+        o, final_state, tape = forward(q, k, v, g, beta, initial_state, call)
         ctx.call, ctx.has_state = call, initial_state is not None
-        ctx.inputs = _Inputs(q.shape, v.shape, g.dtype, beta.dtype, v.device)
+        ctx.inputs = Inputs(q.shape, v.shape, g.dtype, beta.dtype, v.device)
+        if not tape:
+            tape = (g, initial_state)
         # Boundaries on the device are saved too: refilled in place before the backward, they raise there.
-        boundaries = call.seqs.cu_device
-        if recompute or prep is None:
-            ctx.save_for_backward(q, k, v, beta, boundaries, g, initial_state)
-        else:
-            ctx.plan_shape = None if prep.plan is None else prep.plan.shape
-            ctx.save_for_backward(
-                q, k, v, beta, boundaries, prep.t, prep.b, prep.rq, prep.rk, prep.plan, states
-            )
+        ctx.save_for_backward(q, k, v, beta, call.seqs.cu_device, *tape)
         return o, final_state
 
     @staticmethod
@@ -105,37 +98,65 @@ class _GatedDeltaRule(torch.autograd.Function):
     def backward(
         ctx: Any, do: torch.Tensor | None, dht: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        call: Call = ctx.call
-        made: _Inputs = ctx.inputs
-        wanted = ctx.needs_input_grad
         if do is None and dht is None:
             return (None,) * 7
         q, k, v, beta, boundaries, *tape = ctx.saved_tensors
+        call: Call = ctx.call
         seqs = call.seqs
         if boundaries is not None:
-            check_saved("cu_seqlens", boundaries, (seqs.n + 1,), boundaries.dtype, made.device)
+            check_saved("cu_seqlens", boundaries, (seqs.n + 1,), boundaries.dtype, ctx.inputs.device)
             seqs = replace(seqs, cu_device=boundaries)
-        for name, x, shape in (("q", q, made.q_shape), ("k", k, made.q_shape), ("v", v, made.v_shape)):
-            check_saved(name, x, shape, BF16, made.device)
-        check_saved("beta", beta, made.v_shape[:3], made.beta_dtype, made.device)
-        if not seqs.total:
-            grads: tuple[torch.Tensor | None, ...] = _empty_gradients(q, k, v, dht, made, seqs)
-        else:
-            do = v.new_zeros(v.shape) if do is None else loadable(do)
-            dht = None if dht is None else dht.contiguous()
-            stages = _stages.stages(call.route.backend)
-            with running_on(made.device):
-                if call.route.recompute_state:
-                    prep, states = _walk_again(stages, q, k, v, beta, tape[0], tape[1], made, seqs, call)
-                else:
-                    prep, states = Prep(*tape[:5]), tape[5]
-                    if prep.plan is not None:
-                        check_saved("plan", prep.plan, ctx.plan_shape, torch.int32, made.device)
-                _expect_tape(prep, states, made, seqs, ctx.has_state)
-                grads = _backward(
-                    stages, q, k, v, beta, do, dht, prep, states, made, seqs, call, wanted, ctx.has_state
-                )
+        wanted = ctx.needs_input_grad
+        grads = backward(q, k, v, beta, tape, do, dht, ctx.inputs, seqs, call, wanted, ctx.has_state)
         return (*(x if need else None for x, need in zip(grads, wanted, strict=False)), None)
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    call: Call,
+) -> tuple[torch.Tensor, torch.Tensor | None, tuple[torch.Tensor | None, ...]]:
+    """Output, final state, and the tape: `Prep` and the states, or nothing where these are made again."""
+    recompute = call.route.recompute_state
+    o, final_state, prep, states = _forward(q, k, v, g, beta, initial_state, call, save_states=not recompute)
+    tape = () if recompute or prep is None else (prep.t, prep.b, prep.rq, prep.rk, prep.plan, states)
+    return o, final_state, tape
+
+
+def backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    beta: torch.Tensor,
+    tape: Sequence[Any],
+    do: torch.Tensor | None,
+    dht: torch.Tensor | None,
+    made: Inputs,
+    seqs: Sequences,
+    call: Call,
+    wanted: tuple[bool, ...],
+    has_state: bool,
+) -> tuple[torch.Tensor | None, ...]:
+    """Gradients of q, k, v, g, beta and the initial state, from its tape, or from (g, initial state)."""
+    for name, x, shape in (("q", q, made.q_shape), ("k", k, made.q_shape), ("v", v, made.v_shape)):
+        check_saved(name, x, shape, BF16, made.device)
+    check_saved("beta", beta, made.v_shape[:3], made.beta_dtype, made.device)
+    if not seqs.total:
+        return _empty_gradients(q, k, v, dht, made, seqs)
+    do = v.new_zeros(v.shape) if do is None else loadable(do)
+    dht = None if dht is None else dht.contiguous()
+    stages = _stages.stages(call.route.backend)
+    with running_on(made.device):
+        if call.route.recompute_state:
+            prep, states = _walk_again(stages, q, k, v, beta, *tape, made, seqs, call)
+        else:
+            prep, states = Prep(*tape[:5]), tape[5]
+        _expect_tape(stages, prep, states, made, seqs, has_state)
+        return _backward(stages, q, k, v, beta, do, dht, prep, states, made, seqs, call, wanted, has_state)
 
 
 def _forward(
@@ -182,7 +203,7 @@ def _walk_again(
     beta: torch.Tensor,
     g: torch.Tensor,
     initial_state: torch.Tensor | None,
-    made: _Inputs,
+    made: Inputs,
     seqs: Sequences,
     call: Call,
 ) -> tuple[Prep, torch.Tensor]:
@@ -216,7 +237,7 @@ def _backward(
     dht: torch.Tensor | None,
     prep: Prep,
     states: torch.Tensor,
-    made: _Inputs,
+    made: Inputs,
     seqs: Sequences,
     call: Call,
     wanted: tuple[bool, ...],
@@ -249,7 +270,7 @@ def _empty_gradients(
     k: torch.Tensor,
     v: torch.Tensor,
     dht: torch.Tensor | None,
-    made: _Inputs,
+    made: Inputs,
     seqs: Sequences,
 ) -> tuple[torch.Tensor, ...]:
     """Of a call without tokens: the state passed through, and so does its gradient."""
@@ -258,10 +279,14 @@ def _empty_gradients(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dg, dbeta, dh0
 
 
-def _expect_tape(prep: Prep, states: torch.Tensor, made: _Inputs, seqs: Sequences, has_state: bool) -> None:
+def _expect_tape(
+    stages: ModuleType, prep: Prep, states: torch.Tensor, made: Inputs, seqs: Sequences, has_state: bool
+) -> None:
     heads, dim, v_heads, v_dim = *made.q_shape[2:], *made.v_shape[2:]
     check_saved("t", prep.t, (v_heads, seqs.total, CHUNK), BF16, made.device)
     check_saved("b", prep.b, (v_heads, seqs.total), FP32, made.device)
     check_saved("rq", prep.rq, (heads, seqs.total), FP32, made.device)
     check_saved("rk", prep.rk, (heads, seqs.total), FP32, made.device)
+    if prep.plan is not None:
+        check_saved("plan", prep.plan, (stages.plan_words(seqs),), torch.int32, made.device)
     check_saved("states", states, (seqs.slots(has_state), v_heads, v_dim, dim), BF16, made.device)

@@ -179,9 +179,14 @@ def _host_boundaries(seqs: Sequences) -> array[int]:
     return array("i", seqs.boundaries or ())
 
 
+def plan_words(seqs: Sequences) -> int:
+    """int32 words of the tables of a call."""
+    return PLAN_HEADER + 5 * seqs.n + 4 * seqs.chunk_capacity
+
+
 def _plan(seqs: Sequences, device: torch.device, stream: int) -> torch.Tensor:
     """The tables of sequences and chunks on the device, int32, made by one small launch."""
-    words = torch.empty(PLAN_HEADER + 5 * seqs.n + 4 * seqs.chunk_capacity, dtype=torch.int32, device=device)
+    words = torch.empty(plan_words(seqs), dtype=torch.int32, device=device)
     library = _library("gdn_prep")
     kind, host, boundaries = UNIFORM, 0, None
     if seqs.cu_device is not None:
