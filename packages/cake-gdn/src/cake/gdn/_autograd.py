@@ -152,7 +152,8 @@ def backward(
     stages = _stages.stages(call.route.backend)
     with running_on(made.device):
         if call.route.recompute_state:
-            prep, states = _walk_again(stages, q, k, v, beta, *tape, made, seqs, call)
+            g, initial_state = tape
+            prep, states = _walk_again(stages, q, k, v, beta, g, initial_state, made, seqs, call)
         else:
             prep, states = Prep(*tape[:5]), tape[5]
         _expect_tape(stages, prep, states, made, seqs, has_state)
