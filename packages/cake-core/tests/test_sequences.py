@@ -177,3 +177,48 @@ class TestOfCall:
     def test_refused(self, cu, host, error, part):
         with pytest.raises(error, match=part):
             sequences.of_call(1, 9, self.CPU, cu, host)
+
+
+class TestSelection:
+    """Some sequences of a call: spans with holes, slots of their own, chunks placed in the whole call."""
+
+    SEQS = sequences.packed((0, 1, 65, 65, 265, 328), 328)
+
+    def test_everything_is_the_call(self):
+        seqs = self.SEQS
+        chosen = seqs.select(range(seqs.n))
+        for name in ("n", "total", "spans", "lengths", "chunk_counts", "chunks", "chunk_places"):
+            assert getattr(chosen, name) == getattr(seqs, name), name
+        assert [chosen.slots(edge) for edge in (False, True)] == [seqs.slots(edge) for edge in (False, True)]
+
+    def test_a_part(self):
+        chosen = self.SEQS.select((3, 2, 0))
+        assert chosen.spans == ((65, 265), (65, 65), (0, 1))
+        assert chosen.lengths == (200, 0, 1)
+        assert chosen.chunks == (
+            (0, 0, 65, 64),
+            (0, 1, 129, 64),
+            (0, 2, 193, 64),
+            (0, 3, 257, 8),
+            (2, 0, 0, 1),
+        )
+        assert chosen.chunk_places == (2, 3, 4, 5, 0)
+        assert (chosen.n, chosen.total, chosen.slots(True), chosen.slots(False)) == (3, 328, 5, 3)
+        assert [chosen.state_slot(s, c, with_edge=True) for s, c, *_ in chosen.chunks] == [0, 1, 2, 3, 4]
+
+    def test_of_a_selection(self):
+        chosen = self.SEQS.select((3, 4, 0)).select((1, 2))
+        assert chosen.spans == ((265, 328), (0, 1))
+        assert chosen.chunk_places == (6, 0)
+
+    def test_of_nothing(self):
+        chosen = self.SEQS.select(())
+        assert (chosen.n, chosen.chunks, chosen.slots(True), chosen.slots(False)) == (0, (), 0, 0)
+
+    def test_has_no_boundaries(self):
+        with pytest.raises(RuntimeError, match="spans and no boundaries"):
+            self.SEQS.select((0,)).host_boundaries()
+
+    def test_needs_the_host(self):
+        with pytest.raises(RuntimeError, match="exist on a device only"):
+            sequences.packed_on_device(torch.zeros(3, dtype=torch.int32), 5).select((0,))

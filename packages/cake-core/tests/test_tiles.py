@@ -105,3 +105,20 @@ def test_states_without_a_slot_are_zero(seqs, tile_size, edge, after):
         x for tile in tiles.blocks(seqs, 1, CPU) for x in tile.states(tape, seqs, edge, after=after).flatten()
     ]
     assert got == [0 if slot is None else 1 + slot for slot in wanted]
+
+
+@pytest.mark.parametrize("edge", [False, True])
+def test_a_selection_walks_its_own_tokens(seqs, tile_size, edge):
+    chosen = seqs.select((4, 2, 0, 3))
+    tokens = [t for start, end in chosen.spans for t in range(start, end)]
+    assert [t for tile in tiles.blocks(chosen, 1, CPU) for t in tile.tokens.tolist()] == tokens
+    walked, slots = [], []
+    for group in tiles.groups(chosen, 1, CPU):
+        for chunk, tile in group.steps():
+            walked += tile.tokens.tolist()
+            starts = tile.index[:, 0].tolist()
+            assert [seqs.chunks[p][2] for p in group.chunks(chunk, tile.count).tolist()] == starts
+            if edge or chunk > 0:
+                slots += group.slots(chunk, tile.count, edge, after=False).tolist()
+    assert sorted(walked) == sorted(tokens)
+    assert sorted(slots) == list(range(chosen.slots(edge)))

@@ -13,7 +13,7 @@ grows with the tokens and not with the number of sequences:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from operator import index
@@ -40,6 +40,9 @@ class Sequences:
     n: number of sequences.
     chunk_capacity: number of chunks, or a bound on it where `boundaries` is None.
     boundary_capacity: number of chunk boundaries inside sequences, or a bound on it.
+    chosen: of a selection (`select`), which leaves tokens out, first flat token and end of each sequence;
+        `boundaries` is None then.
+    chunk_origin: of a selection, the place of each sequence's first chunk among those of the whole call.
     """
 
     batch: int
@@ -49,6 +52,8 @@ class Sequences:
     n: int
     chunk_capacity: int
     boundary_capacity: int
+    chosen: tuple[tuple[int, int], ...] | None = field(default=None, kw_only=True)
+    chunk_origin: tuple[int, ...] | None = field(default=None, kw_only=True)
 
     @property
     def total(self) -> int:
@@ -60,10 +65,14 @@ class Sequences:
         return self.chunk_capacity if with_edge else self.boundary_capacity
 
     @cached_property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """First flat token and end of each sequence."""
+        return tuple(pairwise(self.host_boundaries())) if self.chosen is None else self.chosen
+
+    @cached_property
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each sequence."""
-        bounds = self.host_boundaries()
-        return tuple(end - start for start, end in pairwise(bounds))
+        return tuple(end - start for start, end in self.spans)
 
     @cached_property
     def chunk_counts(self) -> tuple[int, ...]:
@@ -83,11 +92,18 @@ class Sequences:
     @cached_property
     def chunks(self) -> tuple[tuple[int, int, int, int], ...]:
         """Every chunk in order: (sequence, chunk within the sequence, first flat token, tokens)."""
-        bounds = self.host_boundaries()
         return tuple(
-            (s, c, bounds[s] + c * CHUNK, min(CHUNK, self.lengths[s] - c * CHUNK))
-            for s, count in enumerate(self.chunk_counts)
-            for c in range(count)
+            (s, c, start + c * CHUNK, min(CHUNK, end - start - c * CHUNK))
+            for s, (start, end) in enumerate(self.spans)
+            for c in range(self.chunk_counts[s])
+        )
+
+    @cached_property
+    def chunk_places(self) -> tuple[int, ...]:
+        """Place of every chunk among those of the whole call, which is where the call's `prep` has it."""
+        origin = self.chunk_base if self.chunk_origin is None else self.chunk_origin
+        return tuple(
+            first + c for first, count in zip(origin, self.chunk_counts, strict=True) for c in range(count)
         )
 
     def state_slot(self, sequence: int, chunk: int, *, with_edge: bool) -> int | None:
@@ -110,11 +126,34 @@ class Sequences:
         """`boundaries`, where they are known.
 
         Raises:
-            RuntimeError: they exist on a device only.
+            RuntimeError: they exist on a device only, or a selection has none.
         """
+        if self.chosen is not None:
+            raise RuntimeError("a selection of sequences has spans and no boundaries")
         if self.boundaries is None:
             raise RuntimeError("the boundaries of this call exist on a device only and are never read back")
         return self.boundaries
+
+    def select(self, ids: Sequence[int]) -> Sequences:
+        """Some of the sequences, in this order, over the same flat tokens: walks of them skip the rest.
+
+        Raises:
+            RuntimeError: the boundaries exist on a device only.
+        """
+        lengths = [self.lengths[s] for s in ids]
+        chunks = sum(-(-length // CHUNK) for length in lengths)
+        origin = self.chunk_base if self.chunk_origin is None else self.chunk_origin
+        return Sequences(
+            batch=self.batch,
+            tokens=self.tokens,
+            boundaries=None,
+            cu_device=None,
+            n=len(lengths),
+            chunk_capacity=chunks,
+            boundary_capacity=chunks - sum(length > 0 for length in lengths),
+            chosen=tuple(self.spans[s] for s in ids),
+            chunk_origin=tuple(origin[s] for s in ids),
+        )
 
 
 @lru_cache(maxsize=16)

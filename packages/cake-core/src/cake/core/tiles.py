@@ -5,7 +5,7 @@ Data movement alone: nothing here rounds, but for the conversion of bf16 to fp32
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -83,15 +83,17 @@ class Group:
     """Sequences that are walked together, longest first: those that still have a chunk c are a prefix."""
 
     def __init__(self, seqs: Sequences, members: list[int], device: torch.device):
-        bounds, lengths = seqs.host_boundaries(), seqs.lengths
+        starts, lengths = [start for start, _ in seqs.spans], seqs.lengths
         self.members = members
         self.counts = [seqs.chunk_counts[s] for s in members]
         self._full = [lengths[s] // CHUNK for s in members]
         self.ids = torch.tensor(members, device=device)
-        self._start = torch.tensor([bounds[s] for s in members], device=device)
+        self._start = torch.tensor([starts[s] for s in members], device=device)
         self._length = torch.tensor([lengths[s] for s in members], device=device)
         base = [seqs.chunk_base[s] for s in members]
         self._base = torch.tensor(base, device=device)
+        origin = seqs.chunk_base if seqs.chunk_origin is None else seqs.chunk_origin
+        self._origin = torch.tensor([origin[s] for s in members], device=device)
         self._inner_base = torch.tensor(
             [b - seqs.nonempty_before[s] for b, s in zip(base, members, strict=True)], device=device
         )
@@ -110,19 +112,21 @@ class Group:
             yield chunk, Tile(self._start[:count] + chunk * CHUNK, rows, full)
 
     def chunks(self, chunk: int, count: int) -> torch.Tensor:
-        """Place in the plan's order of the first `count` sequences' chunk `chunk`, int64 [count]."""
-        return self._base[:count] + chunk
+        """Place in the whole call of the first `count` sequences' chunk `chunk`, int64 [count]."""
+        return self._origin[:count] + chunk
 
     def slots(self, chunk: int, count: int, edge: bool, *, after: bool) -> torch.Tensor:
         """Tape slots of the states before (after) the `chunk`-th chunks of the first `count` sequences."""
         if edge:
-            return self.chunks(chunk, count)
+            return self._base[:count] + chunk
         return self._inner_base[:count] + (chunk if after else chunk - 1)
 
 
-def groups(seqs: Sequences, heads: int, device: torch.device) -> Iterator[Group]:
-    """Every sequence once, the longest first, as many at a time as make a tile."""
-    order = sorted(range(seqs.n), key=lambda s: -seqs.chunk_counts[s])
+def groups(
+    seqs: Sequences, heads: int, device: torch.device, members: Iterable[int] | None = None
+) -> Iterator[Group]:
+    """Every sequence (of `members`) once, the longest first, as many at a time as make a tile."""
+    order = sorted(range(seqs.n) if members is None else members, key=lambda s: -seqs.chunk_counts[s])
     size = max(1, TILE[device.type] // heads)
     for first in range(0, len(order), size):
         yield Group(seqs, order[first : first + size], device)
