@@ -30,18 +30,22 @@ __device__ __forceinline__ Walk walk_of(const Plan& plan, int v_heads, int group
   return w;
 }
 
-// Sends the output that the state warps left in a stage's x to memory. A thread moves the 16-byte groups that it loads.
+// Sends the output that the state warps left in a stage's x to memory, rows of kGroups * 8 bf16. 128 threads; each moves the
+// 16-byte groups that it loads.
+template <int kGroups = 16>
 __device__ __forceinline__ void store_output(uint32_t x, __nv_bfloat16* out, int row_stride, int rows, int thread) {
-  int row = thread / 16;
-  const int group = thread % 16;
+  constexpr int kRowsAtOnce = 128 / kGroups;
+  static_assert(kRowsAtOnce % 8 == 0, "a thread must keep its place in the swizzle");
+  int row = thread / kGroups;
+  const int group = thread % kGroups;
   out += int64_t(row) * row_stride + group * 8;
   x += group_offset<kChunk>(row, group);
 #pragma unroll
-  for (int i = 0; i < 8; i += 2) {
-    const uint4 a = ld_shared_16(x), b = ld_shared_16(x + 8 * kPanelRowBytes);
+  for (int i = 0; i < kChunk / kRowsAtOnce; i += 2) {
+    const uint4 a = ld_shared_16(x), b = ld_shared_16(x + kRowsAtOnce * kPanelRowBytes);
     if (row < rows) *reinterpret_cast<uint4*>(out) = a;
-    if (row + 8 < rows) *reinterpret_cast<uint4*>(out + 8 * row_stride) = b;
-    row += 16, out += 16 * row_stride, x += 16 * kPanelRowBytes;
+    if (row + kRowsAtOnce < rows) *reinterpret_cast<uint4*>(out + kRowsAtOnce * row_stride) = b;
+    row += 2 * kRowsAtOnce, out += 2 * kRowsAtOnce * row_stride, x += 2 * kRowsAtOnce * kPanelRowBytes;
   }
 }
 
@@ -60,21 +64,24 @@ __device__ __forceinline__ void store_edge(float* edge, const float (&state)[64]
     edge[acc_column(i, lane) * kHeadDim + row0 + (lane >> 2) + 8 * ((i >> 1) & 1)] = state[i];
 }
 
-// Sends the bf16 state to the tape: 16 rows of this warp through its own part of the staging tile.
+// Sends the bf16 state to the tape: 16 rows of this warp through its own part of a staging tile of kRows rows. `row0`: the
+// warp's first row of that tile, which holds rows `first` and on of the image.
+template <int kRows = kHeadDim>
 __device__ __forceinline__ void store_state(uint32_t staging, __nv_bfloat16* image, const uint32_t (&f)[8][4], int row0,
-                                            int lane) {
+                                            int lane, int first = 0) {
   if (lane == 0) bulk_wait_read();  // the previous chunk's copy has left the staging tile
   __syncwarp();
 #pragma unroll
-  for (int s = 0; s < 8; ++s) stmatrix(frag_address<kHeadDim>(staging, row0, s, lane), f[s]);
+  for (int s = 0; s < 8; ++s) stmatrix(frag_address<kRows>(staging, row0, s, lane), f[s]);
   fence_proxy_async();
   __syncwarp();
   if (lane == 0) {
+    uint8_t* rows = reinterpret_cast<uint8_t*>(image) + (first + row0) * kPanelRowBytes;
+    staging += row0 * kPanelRowBytes;
 #pragma unroll
-    for (int panel = 0; panel < 2; ++panel) {
-      const int offset = panel * kHeadDim * kPanelRowBytes + row0 * kPanelRowBytes;
-      bulk_store(reinterpret_cast<uint8_t*>(image) + offset, staging + offset, 16 * kPanelRowBytes);
-    }
+    for (int panel = 0; panel < 2; ++panel)
+      bulk_store(rows + panel * kHeadDim * kPanelRowBytes, staging + panel * kRows * kPanelRowBytes,
+                 16 * kPanelRowBytes);
     bulk_commit();
   }
 }
