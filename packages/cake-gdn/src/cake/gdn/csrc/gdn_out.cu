@@ -28,8 +28,8 @@ void gdn_out(TensorView q, TensorView k, TensorView v, TensorView grad, TensorVi
   args.rq = dense_f32(rq, "rq", {heads, total});
   args.rk = dense_f32(rk, "rk", {heads, total});
   args.y = dense_bf16(y, "y", {batch, tokens, v_heads, kHeadDim});
-  args.states = tape_images(states, "states", v_heads, states_edge ? chunk_capacity : total / kChunk);
-  args.adjoints = tape_images(adjoints, "adj_states", v_heads, adjoints_edge ? chunk_capacity : total / kChunk);
+  args.states = tape_images(states, "states", v_heads, chunk_capacity);
+  args.adjoints = tape_images(adjoints, "adj_states", v_heads, chunk_capacity);
   args.states_edge = states_edge;
   args.adjoints_edge = adjoints_edge;
   args.dq = dense_bf16(dq, "dq", {batch, tokens, heads, kHeadDim});
