@@ -6,21 +6,18 @@ into a CUDA graph. Scratch comes from the workspace pool; what autograd keeps is
 
 from __future__ import annotations
 
-from array import array
 from functools import lru_cache
 from typing import Any
 
 import torch
 
 from cake.core import loader, workspace
+from cake.core.tables import plan_tables
+from cake.core.tables import plan_words as plan_words
 from cake.gdn._stages import Prep
 from cake.gdn.plan import CHUNK, HEAD_DIM, Sequences
 
 ARCH = "sm_90a"
-# Kinds of boundaries, as gdn_plan numbers them, and how many fit into one launch's parameters.
-UNIFORM, INLINE, INT32, INT64 = range(4)
-INLINE_BOUNDARIES = 1000
-PLAN_HEADER = 4
 
 
 def prep(
@@ -28,15 +25,15 @@ def prep(
 ) -> Prep:
     """The call's tables, then norms, decays and chunk inverses; see `_stages`."""
     heads, v_heads, total, device = q.shape[2], g.shape[2], seqs.total, q.device
-    stream = _stream(device)
+    stream, library = _stream(device), _library("gdn_prep")
     made = Prep(
         t=torch.empty((v_heads, total, CHUNK), dtype=torch.bfloat16, device=device),
         b=torch.empty((v_heads, total), dtype=torch.float32, device=device),
         rq=torch.empty((heads, total), dtype=torch.float32, device=device),
         rk=torch.empty((heads, total), dtype=torch.float32, device=device),
-        plan=_plan(seqs, device, stream),
+        plan=plan_tables(seqs, device, stream, library.gdn_plan, library.gdn_boundaries),
     )
-    _library("gdn_prep").gdn_prep(
+    library.gdn_prep(
         q,
         k,
         g,
@@ -172,35 +169,3 @@ def _tape(seqs: Sequences, v: torch.Tensor, edge: bool) -> torch.Tensor:
 
 def _edge_state(seqs: Sequences, v: torch.Tensor) -> torch.Tensor:
     return torch.empty((seqs.n, v.shape[2], HEAD_DIM, HEAD_DIM), dtype=torch.float32, device=v.device)
-
-
-@lru_cache(maxsize=64)
-def _host_boundaries(seqs: Sequences) -> array[int]:
-    return array("i", seqs.boundaries or ())
-
-
-def plan_words(seqs: Sequences) -> int:
-    """int32 words of the tables of a call."""
-    return PLAN_HEADER + 5 * seqs.n + 4 * seqs.chunk_capacity
-
-
-def _plan(seqs: Sequences, device: torch.device, stream: int) -> torch.Tensor:
-    """The tables of sequences and chunks on the device, int32, made by one small launch."""
-    words = torch.empty(plan_words(seqs), dtype=torch.int32, device=device)
-    library = _library("gdn_prep")
-    kind, host, boundaries = UNIFORM, 0, None
-    if seqs.cu_device is not None:
-        boundaries = seqs.cu_device
-        kind = INT64 if boundaries.dtype == torch.int64 else INT32
-    elif seqs.batch == 1 and seqs.n > 1:
-        # Held until the launches have read it: the cache may drop it for another thread's call.
-        values = _host_boundaries(seqs)
-        kind, host = INLINE, values.buffer_info()[0]
-        if seqs.n + 1 > INLINE_BOUNDARIES:
-            boundaries = torch.empty(seqs.n + 1, dtype=torch.int32, device=device)
-            library.gdn_boundaries(boundaries, host, seqs.n + 1, stream)
-            kind = INT32
-    library.gdn_plan(
-        words, kind, host, boundaries, seqs.n, seqs.chunk_capacity, seqs.total, seqs.tokens, stream
-    )
-    return words

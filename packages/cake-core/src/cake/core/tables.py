@@ -1,0 +1,65 @@
+"""The tables of a call's sequences and chunks that kernels read, made on the device by one small launch.
+
+Nothing is read back from the device and every launch goes to the given stream, so that a CUDA graph can
+capture them. The kernels are an op's own (`plan_host.cuh`).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from cake.core.sequences import Sequences
+
+__all__ = ["plan_tables", "plan_words"]
+
+# Kinds of boundaries as `make_plan` numbers them, and how many fit into one launch's parameters.
+UNIFORM, INLINE, INT32, INT64 = range(4)
+INLINE_BOUNDARIES = 1000
+HEADER = 4
+
+
+def plan_words(seqs: Sequences) -> int:
+    """int32 words of the tables of a call."""
+    return HEADER + 5 * seqs.n + 4 * seqs.chunk_capacity
+
+
+def plan_tables(
+    seqs: Sequences,
+    device: torch.device,
+    stream: int,
+    make_plan: Callable[..., Any],
+    copy_boundaries: Callable[..., Any],
+) -> torch.Tensor:
+    """int32: what `Plan` in seq.cuh reads.
+
+    Args:
+        seqs: the call's sequences.
+        device: where the call runs; the current one.
+        stream: handle of the stream that the launches go to.
+        make_plan, copy_boundaries: the host entries of the op's library.
+    """
+    words = torch.empty(plan_words(seqs), dtype=torch.int32, device=device)
+    kind, host, boundaries = UNIFORM, 0, None
+    if seqs.cu_device is not None:
+        boundaries = seqs.cu_device
+        kind = INT64 if boundaries.dtype == torch.int64 else INT32
+    elif seqs.batch == 1 and seqs.n > 1:
+        # Held until the launches have read it: the cache may drop it for another thread's call.
+        values = _host_boundaries(seqs)
+        kind, host = INLINE, values.buffer_info()[0]
+        if seqs.n + 1 > INLINE_BOUNDARIES:
+            boundaries = torch.empty(seqs.n + 1, dtype=torch.int32, device=device)
+            copy_boundaries(boundaries, host, seqs.n + 1, stream)
+            kind = INT32
+    make_plan(words, kind, host, boundaries, seqs.n, seqs.chunk_capacity, seqs.total, seqs.tokens, stream)
+    return words
+
+
+@lru_cache(maxsize=64)
+def _host_boundaries(seqs: Sequences) -> array[int]:
+    return array("i", seqs.boundaries or ())
