@@ -53,6 +53,9 @@ _state: Configuration | None = None
 
 _UNCONFIGURED = Configuration()
 
+stamp = ""
+"""What calls would run, as text: changes with the configuration. Tracers guard on it; see ``tracing``."""
+
 
 def validate_args(args: Any) -> Any:
     """Check a framework's parsed arguments and write what cake resolved back into them.
@@ -125,8 +128,9 @@ def _check_process_settings(new: Configuration) -> None:
 
 def _swap(new: Configuration | None) -> None:
     """Make ``new`` the configuration, and the logger's level what it says. Called under the lock."""
-    global _state
+    global _state, stamp
     _state = new
+    stamp = "" if new is None else repr((new.deterministic, new.ops))
     try:
         level = _settings.resolve("log", {} if new is None else new.settings)
     except ConfigError:

@@ -34,11 +34,47 @@ def gate(raw: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor | None) -
     return g
 
 
+def gate_forward(raw: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor | None) -> torch.Tensor:
+    """`gate` without its gradient."""
+    return _log_decay(_biased(raw, dt_bias), a_log)
+
+
+def gate_backward(
+    dg: torch.Tensor, raw: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Gradients of raw, A_log and dt_bias from that of the log decay, in their dtypes."""
+    x = _biased(raw, dt_bias)
+    g = _log_decay(x, a_log)
+    # dg/dA_log = g and dg/dx = g sigmoid(x) / softplus(x). In log space the quotient is 1 at the far
+    # left, where both underflow.
+    weighted = torch.where(g > MIN_LOG_DECAY, g * dg, 0.0)
+    dx = weighted * (logsigmoid(x) - _log_softplus(x)).exp()
+    d_bias = None if dt_bias is None else _token_sum(dx).to(dt_bias.dtype)
+    return dx.to(raw.dtype), _token_sum(weighted).to(a_log.dtype), d_bias
+
+
 def beta_sigmoid(logits: torch.Tensor, allow_neg_eigval: bool) -> torch.Tensor:
     """``sigmoid(logits)``, twice that with `allow_neg_eigval`: fp32 in the shape of the logits."""
     apply: Any = _BetaSigmoid.apply
-    beta: torch.Tensor = apply(logits, 2.0 if allow_neg_eigval else 1.0)
+    beta: torch.Tensor = apply(logits, beta_scale(allow_neg_eigval))
     return beta
+
+
+def beta_scale(allow_neg_eigval: bool) -> float:
+    """The factor of the sigmoid."""
+    return 2.0 if allow_neg_eigval else 1.0
+
+
+def beta_forward(logits: torch.Tensor, scale: float) -> torch.Tensor:
+    """`beta_sigmoid` without its gradient."""
+    return scale * logits.float().sigmoid()
+
+
+def beta_backward(d_beta: torch.Tensor, logits: torch.Tensor, scale: float) -> torch.Tensor:
+    """The gradient of the logits, in their dtype."""
+    x = logits.float()
+    # sigmoid(-x) rather than 1 - sigmoid(x), which loses its digits on the right.
+    return (d_beta * (scale * x.sigmoid() * (-x).sigmoid())).to(logits.dtype)
 
 
 class _Gate(torch.autograd.Function):
@@ -48,24 +84,14 @@ class _Gate(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(raw, a_log, dt_bias)
-        return _log_decay(_biased(raw, dt_bias), a_log)
+        return gate_forward(raw, a_log, dt_bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dg: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if dg is None:
             return None, None, None
-        raw, a_log, dt_bias = ctx.saved_tensors
-        x = _biased(raw, dt_bias)
-        g = _log_decay(x, a_log)
-        # dg/dA_log = g and dg/dx = g sigmoid(x) / softplus(x). In log space the quotient is 1 at the far
-        # left, where both underflow.
-        weighted = torch.where(g > MIN_LOG_DECAY, g * dg, 0.0)
-        dx = weighted * (logsigmoid(x) - _log_softplus(x)).exp()
-        d_raw = dx.to(raw.dtype) if ctx.needs_input_grad[0] else None
-        d_a_log = _token_sum(weighted).to(a_log.dtype) if ctx.needs_input_grad[1] else None
-        d_bias = _token_sum(dx).to(dt_bias.dtype) if ctx.needs_input_grad[2] else None
-        return d_raw, d_a_log, d_bias
+        return gate_backward(dg, *ctx.saved_tensors)
 
 
 class _BetaSigmoid(torch.autograd.Function):
@@ -74,7 +100,7 @@ class _BetaSigmoid(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(logits)
         ctx.scale = scale
-        return scale * logits.float().sigmoid()
+        return beta_forward(logits, scale)
 
     @staticmethod
     @once_differentiable
@@ -82,9 +108,7 @@ class _BetaSigmoid(torch.autograd.Function):
         if d_beta is None:
             return None, None
         (logits,) = ctx.saved_tensors
-        x = logits.float()
-        # sigmoid(-x) rather than 1 - sigmoid(x), which loses its digits on the right.
-        return (d_beta * (ctx.scale * x.sigmoid() * (-x).sigmoid())).to(logits.dtype), None
+        return beta_backward(d_beta, logits, ctx.scale), None
 
 
 def _biased(raw: torch.Tensor, dt_bias: torch.Tensor | None) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from cake.core import config, sequences
+from cake.core import config, sequences, tracing
 from cake.core.checks import check_number, check_tensor
 from cake.core.launch import ALIGNMENT, is_aligned
 from cake.gdn import _autograd, _gates, _stages
@@ -119,14 +119,41 @@ def chunk_gated_delta_rule(
         raise ValueError("allow_neg_eigval=True needs use_beta_sigmoid_in_kernel=True, got False")
     scale = HEAD_DIM**-0.5 if scale is None else check_number("scale", scale)
 
-    _check_inputs(q, k, v, g, beta)
+    if tracing.traced() and cp_context is None:
+        from cake.gdn import _ops
+
+        _check_gate(use_gate_in_kernel, A_log, dt_bias, v.shape[2], q.device)
+        if state_v_first and initial_state is not None:
+            initial_state = initial_state.transpose(-1, -2)
+        o, final_state = _ops.call(
+            q,
+            k,
+            v,
+            g,
+            beta,
+            initial_state,
+            cu_seqlens,
+            cu_seqlens_cpu,
+            A_log,
+            dt_bias,
+            scale=scale,
+            l2norm=bool(use_qk_l2norm_in_kernel),
+            output_final_state=bool(output_final_state),
+            beta_scale=_gates.beta_scale(allow_neg_eigval) if use_beta_sigmoid_in_kernel else None,
+            variant=variant,
+            recompute_state=recompute_state,
+        )
+        if state_v_first and final_state is not None:
+            final_state = final_state.transpose(-1, -2).contiguous()
+        return o, final_state
+
+    check_inputs(q, k, v, g, beta)
+    check_alignment(q, k, v)
     device, v_heads = q.device, v.shape[2]
     _check_gate(use_gate_in_kernel, A_log, dt_bias, v_heads, device)
     seqs = sequences.of_call(q.shape[0], q.shape[1], device, cu_seqlens, cu_seqlens_cpu)
     if initial_state is not None:
-        axes = ("V", "K") if state_v_first else ("K", "V")
-        shape = {"N": seqs.n, "HV": v_heads, axes[0]: HEAD_DIM, axes[1]: HEAD_DIM}
-        check_tensor("initial_state", initial_state, shape=shape, dtypes=torch.float32, device=device)
+        check_state(initial_state, seqs.n, v_heads, device, ("V", "K") if state_v_first else ("K", "V"))
         if state_v_first:
             initial_state = initial_state.transpose(-1, -2)
     route = Route(
@@ -165,9 +192,10 @@ def _refuse_context(initial_state: torch.Tensor | None, output_final_state: bool
     raise NotImplementedError("cp_context isn't served by this version of cake-gdn")
 
 
-def _check_inputs(
+def check_inputs(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
 ) -> None:
+    """Shapes, dtypes, devices and strides."""
     check_tensor(
         "q",
         q,
@@ -201,13 +229,25 @@ def _check_inputs(
     gate_shape = {"B": batch, "T": tokens, "HV": v_heads}
     check_tensor("g", g, shape=gate_shape, dtypes=_GATE_DTYPES, device=device)
     check_tensor("beta", beta, shape=gate_shape, dtypes=_GATE_DTYPES, device=device)
-    if device.type == "cuda" and tokens:
+
+
+def check_alignment(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Whether a GPU can load them as they lie."""
+    if q.device.type == "cuda" and q.shape[1]:
         for name, x in (("q", q), ("k", k), ("v", v)):
             if not is_aligned(x):
                 raise ValueError(
                     f"{name} must have its address and strides at multiples of {ALIGNMENT} bytes, "
                     f"got address {x.data_ptr():#x} and strides {tuple(x.stride())} of 2 bytes"
                 )
+
+
+def check_state(
+    state: torch.Tensor, n: int, v_heads: int, device: torch.device, axes: tuple[str, str] = ("K", "V")
+) -> None:
+    """The initial state of `n` sequences."""
+    shape = {"N": n, "HV": v_heads, axes[0]: HEAD_DIM, axes[1]: HEAD_DIM}
+    check_tensor("initial_state", state, shape=shape, dtypes=torch.float32, device=device)
 
 
 def _check_gate(
