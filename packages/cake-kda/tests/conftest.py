@@ -1,7 +1,6 @@
 """Fixtures of the tests of cake-kda: the device, random calls of the op, and what to compare them with.
 
-Tests that take `device` run on the CPU, and marked gpu on CUDA: the same ones, there on the reference backend
-as long as the op has no kernels.
+Tests that take `device` run on the CPU, and marked gpu on CUDA: the twins and the kernels pass the same ones.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch.nn.functional import softplus
 from cake.core import config, env
 from cake.core.testing import Limit, assert_bitwise_equal, assert_within, error_report
 from cake.core.testing.markers import pytest_configure, pytest_runtest_setup
-from cake.kda import _stages, chunk_kda, reference
+from cake.kda import chunk_kda, reference
 
 __all__ = ["pytest_configure", "pytest_runtest_setup"]
 
@@ -33,6 +32,7 @@ LIMITS = {
     "dh0": 4e-3,
 }
 STATES = ("ht", "dh0")
+KEPT = ("CAKE_CACHE_DIR", "CAKE_CACHE_READONLY_DIRS", "CAKE_NVCC")  # where compiled kernels come from
 # Half the RMS of dg at ordinary gates and loss gradients of unit variance: where a gate is so strong that the
 # true dg is next to nothing, its error is judged against this. A state under total decay is below fp32.
 ORDINARY_DG = 1.5e-3
@@ -77,16 +77,10 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 
 @pytest.fixture(autouse=True)
-def _reference_on_a_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if "device" in request.fixturenames and request.getfixturevalue("device").type == "cuda":
-        monkeypatch.setattr(_stages, "backend_name", lambda device, requested: "torch")
-
-
-@pytest.fixture(autouse=True)
 def _unconfigured(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No configuration leaks into a test, or out of one."""
     for variable in env.VARIABLES:
-        if variable.name.startswith("CAKE_") and variable.name not in ("CAKE_CACHE_DIR", "CAKE_NVCC"):
+        if variable.name.startswith("CAKE_") and variable.name not in KEPT:
             monkeypatch.delenv(variable.name, raising=False)
     config.reset()
     yield

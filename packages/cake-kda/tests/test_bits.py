@@ -103,7 +103,7 @@ draw = lambda *shape: torch.randn(shape, generator=random)
 q, k, v = (draw(1, 135, h, 128).bfloat16().to(device).requires_grad_() for h in (2, 2, 4))
 g, beta = (-draw(1, 135, 4, 128).abs()).to(device).requires_grad_(), draw(1, 135, 4).sigmoid().to(device)
 o, final = chunk_kda(q, k, v, g, beta, output_final_state=True, use_qk_l2norm_in_kernel=True,
-                     cu_seqlens_cpu=[0, 70, 135], backend="torch")
+                     cu_seqlens_cpu=[0, 70, 135])
 (o.float().square().sum() + final.square().sum()).backward()
 digest = hashlib.sha256()
 for x in (o, final, q.grad, k.grad, v.grad, g.grad):
@@ -127,3 +127,59 @@ def test_processes(device):
 def test_variants(make, call, assert_accurate, variant):
     case = make((130, 65))
     assert_accurate(case, call(case, variant=variant))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+class TestStreams:
+    def test_a_side_stream(self, make, call, assert_same_bits, device):
+        # The inputs are filled behind a long wait on the side stream: a kernel on another stream reads zeros.
+        case = make((130, 65), heads=(2, 4))
+        expected = call(case)
+        side = torch.cuda.Stream(device)
+        for i in range(20):
+            late = case.map(torch.zeros_like)
+            torch.cuda.synchronize()
+            if i % 2:
+                for name, x in {**late.tensors(), "do": late.do, "dht": late.dht}.items():
+                    x.copy_(getattr(case, name))
+                got = call(late)
+            else:
+                with torch.cuda.stream(side):
+                    torch.cuda._sleep(20_000_000)
+                    for name, x in {**late.tensors(), "do": late.do, "dht": late.dht}.items():
+                        x.copy_(getattr(case, name))
+                    got = call(late)
+            torch.cuda.synchronize()
+            assert_same_bits(got, expected)
+
+    @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+    def test_another_gpu(self, make, call, assert_same_bits, device):
+        # The current device stays the first one; the same architecture gives the same bits.
+        case = make((130, 65), heads=(2, 4))
+        there = case.map(lambda x: x.to("cuda:1"))
+        assert_same_bits(call(there), call(case))
+        assert torch.cuda.current_device() == 0
+
+    def test_under_load(self, make, call, assert_same_bits, device):
+        case = make((4096,), heads=(4, 4))
+        expected = call(case)
+        other, noise = torch.cuda.Stream(device), torch.randn(4096, 4096, device=device)
+        for _ in range(10):
+            with torch.cuda.stream(other):
+                for _ in range(10):
+                    noise @ noise
+            assert_same_bits(call(case), expected)
+        torch.cuda.synchronize()
+
+    def test_nothing_is_read_back(self, make, call, device):
+        case = make((130, 65), heads=(2, 4))
+        cu = torch.tensor(case.boundaries, device=device)
+        call(case)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            call(case)
+            call(case, cu_seqlens=cu)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")

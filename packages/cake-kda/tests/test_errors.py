@@ -90,17 +90,19 @@ def test_devices(arguments, device, name):
     refused(arguments, ValueError, f"{name} must be on {device}, got meta", **{name: meta})
 
 
-def test_a_device_without_a_backend(arguments, device):
+def test_a_device_without_a_backend(arguments):
     meta = {name: x.to("meta") for name, x in arguments.items()}
-    if device.type == "cpu":
-        refused(meta, NotImplementedError, "reference backend only", "got device meta", "backend='torch'")
+    refused(meta, NotImplementedError, "CPU and CUDA tensors", "got device meta", "backend='torch'")
 
 
-def test_backends():
+def test_backends(monkeypatch):
     cuda = torch.device("cuda", 1)
-    with pytest.raises(NotImplementedError, match=r"cake-kda 0.1 has the reference backend only.*cuda:1"):
+    monkeypatch.setattr(_stages, "_capability", lambda index: (8, 0))
+    with pytest.raises(NotImplementedError, match=r"sm_90 alone, got sm_80 \(cuda:1\); backend='torch'"):
         _stages.backend_name(cuda, None)
     assert _stages.backend_name(cuda, "torch") == "torch"
+    monkeypatch.setattr(_stages, "_capability", lambda index: (9, 0))
+    assert _stages.backend_name(cuda, None) == "cuda"
     assert _stages.backend_name(torch.device("cpu"), None) == "torch"
     with pytest.raises(ValueError, match="backend must be 'torch' or None, got 'cuda'"):
         _stages.backend_name(cuda, "cuda")
@@ -146,12 +148,12 @@ class TestBoundaries:
         refused(arguments, TypeError, "cu_seqlens must be a torch.Tensor, got list", cu_seqlens=[0, 24])
 
     def test_on_a_device(self, arguments, device):
-        # Boundaries that would have to be read back for the reference backend.
         cu = torch.tensor([0, 5, 24], device=device)
         refused(arguments, ValueError, "cu_seqlens must be on", "got meta", cu_seqlens=cu.to("meta"))
         refused(arguments, ValueError, "cu_seqlens_cpu must be on the CPU", cu_seqlens_cpu=cu.to("meta"))
-        if device.type == "cuda":
-            refused(arguments, ValueError, "given as cu_seqlens_cpu, for the backend 'torch'", cu_seqlens=cu)
+        if device.type == "cuda":  # they would have to be read back for the reference backend
+            part = "given as cu_seqlens_cpu, for the backend 'torch'"
+            refused(arguments, ValueError, part, cu_seqlens=cu, backend="torch")
 
     def test_two_forms_of_different_lengths(self, arguments):
         refused(
@@ -294,3 +296,17 @@ def test_variant_and_options(arguments):
     refused(arguments, ConfigError, "variant", "det", "'quick'", variant="quick")
     refused(arguments, ConfigError, "recompute_state", recompute_state="maybe")
     refused(arguments, ValueError, "contradict each other", recompute_state=True, disable_recompute=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+def test_alignment(make):
+    # A kernel loads 16 bytes at a time.
+    case = make((24,), heads=(2, 4), g_dtype=torch.bfloat16)
+    arguments = {name: getattr(case, name) for name in ("q", "k", "v", "g", "beta")}
+    for name in ("q", "k", "v", "g"):
+        x = arguments[name]
+        pitched = x.new_zeros(*x.shape[:-1], 132)[..., :128]
+        shifted = x.new_zeros(x.numel() + 1)[1:].view_as(x)
+        for view in (pitched, shifted):
+            refused(arguments, ValueError, f"{name} must have its address and strides", "16", **{name: view})

@@ -26,6 +26,12 @@ def logical(stages):
     return getattr(stages, "logical_states", lambda tape: tape)
 
 
+@pytest.fixture
+def by_token(stages):
+    """What `prep` made, by token, however a backend arranges it."""
+    return getattr(stages, "logical_prep", lambda made, seqs: made)
+
+
 @pytest.fixture(params=[True, False], ids=["state", "no-state"])
 def case(request, make):
     return make(LENGTHS, heads=(2, 4), gate="mixed", state=request.param, seed=2)
@@ -142,7 +148,8 @@ class TestPrep:
             exact = (heads_first(x).square().sum(-1) + 1e-6).rsqrt()
             assert relative_error(got, exact if l2norm else torch.ones_like(exact)) < 1e-6
 
-    def test_every_chunk(self, case, seqs, prepared):
+    def test_every_chunk(self, case, seqs, prepared, by_token):
+        prepared = by_token(prepared, seqs)
         for place, (_, _, start, rows) in enumerate(seqs.chunks):
             exact = Exact(case, start, rows)
             part = slice(start, start + rows)
@@ -158,12 +165,14 @@ class TestPrep:
             assert prepared.last.dtype == torch.float32
             torch.testing.assert_close(prepared.last[place].double(), exact.last, rtol=1e-3, atol=1e-37)
 
-    def test_decays_are_cut_at_88(self, prepare, case, seqs):
+    def test_decays_are_cut_at_88(self, prepare, case, seqs, by_token):
         made = prepare(case.replace(g=torch.full_like(case.g, -1e4)), seqs)
         cut = prepare(case.replace(g=torch.full_like(case.g, -88.0)), seqs)
+        made, cut = (by_token(x, seqs) for x in (made, cut))
         for name, x in vars(made).items():
-            assert torch.isfinite(x).all()
-            assert_bitwise_equal(name, x, getattr(cut, name))
+            if name != "plan":
+                assert torch.isfinite(x).all()
+                assert_bitwise_equal(name, x, getattr(cut, name))
 
 
 class TestScan:

@@ -1,6 +1,6 @@
-"""The stages of the op and who runs them: today torch twins (`_torch`) alone, the reference backend.
+"""The stages of the op and who runs them: torch twins (`_torch`), or CUDA kernels (`_cuda`) on sm_90.
 
-A backend is a module with the five functions below. H heads of q and k, HV heads of v, `total` flat tokens,
+Both are modules with the five functions below. H heads of q and k, HV heads of v, `total` flat tokens,
 chunks and slots as in `cake.core.sequences`. q, k [B, T, H, 128], v, do [B, T, HV, 128] are bf16 and g
 [B, T, HV, 128] is fp32 or bf16, all with a contiguous last dimension and any other strides; beta is fp32 or
 bf16 [B, T, HV] with any strides; states are contiguous fp32 [n, HV, K, V]. `gate` says how g becomes the log
@@ -27,8 +27,10 @@ need_output=True) -> (o | None, final_state | None, states | None)``
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -59,6 +61,9 @@ class Prep:
        i > j; columns past the chunk's tokens are 0.
     last: fp32 [chunks, HV, 128]. 2^(b_C).
     rq, rk: fp32 [H, total]. 1 / sqrt(sum q^2 + 1e-6) of each row, or 1 without the L2 norm.
+    plan: the CUDA backend's tables of sequences and chunks, int32; None elsewhere.
+
+    The CUDA backend holds qg to t chunk by chunk, [chunks, HV, 64, 128 or 64], as images of tiles.
     """
 
     qg: torch.Tensor
@@ -69,10 +74,11 @@ class Prep:
     last: torch.Tensor
     rq: torch.Tensor
     rk: torch.Tensor
+    plan: torch.Tensor | None = None
 
 
 def backend_name(device: torch.device, requested: str | None) -> str:
-    """What runs the stages for tensors on `device`.
+    """What runs the stages for tensors on `device`: "torch" or "cuda".
 
     Raises:
         ValueError: `requested` is no backend.
@@ -80,14 +86,26 @@ def backend_name(device: torch.device, requested: str | None) -> str:
     """
     if requested not in (None, "torch"):
         raise ValueError(f"backend must be 'torch' or None, got {requested!r}")
-    if requested is None and device.type != "cpu":
+    if requested == "torch" or device.type == "cpu":
+        return "torch"
+    reference = "backend='torch' runs the reference backend on any device, far slower"
+    if device.type != "cuda":
+        raise NotImplementedError(f"cake.kda runs on CPU and CUDA tensors, got device {device}; {reference}")
+    index: Any = device.index
+    capability = _capability(torch.cuda.current_device() if index is None else index)
+    if capability != (9, 0):
         raise NotImplementedError(
-            f"cake-kda 0.1 has the reference backend only, which serves CPU tensors, got device {device}; "
-            "backend='torch' runs it on any device, far slower than kernels"
+            f"cake.kda has CUDA kernels for sm_90 alone, got sm_{capability[0]}{capability[1]} ({device}); "
+            f"{reference}"
         )
-    return "torch"
+    return "cuda"
 
 
 def stages(backend: str) -> ModuleType:
-    """The module with the stage functions of a backend, "torch"."""
+    """The module with the stage functions of a backend, "torch" or "cuda"."""
     return import_module(f"cake.kda._{backend}")
+
+
+@lru_cache(maxsize=64)
+def _capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)

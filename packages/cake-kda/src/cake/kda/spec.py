@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cake.core.spec import Flag, OpSpec, Selection
+from cake.core.spec import Flag, KernelPackage, OpSpec, Selection
 
 __all__ = ["SPEC"]
 
@@ -12,6 +12,7 @@ SPEC = OpSpec(
     summary="Kimi Delta Attention: a gated delta rule with one decay per key channel (Kimi-Linear)",
     variants=("det", "fast"),
     selection=Selection(option="linear_attention_backend", value="cake"),
+    kernel_packages=(KernelPackage(name="kda", module="cake.kda", path="csrc"),),
     entry_points={"chunk_kda": "cake.kda.api:chunk_kda"},
     bench="cake.kda.bench:BENCH",
     flags=(

@@ -1,0 +1,176 @@
+"""The stages on sm_90a: what each kernel is given, and where its results live. The interface: `_stages`.
+
+Nothing is read back from the device and every launch goes to the current stream, so all of it can be captured
+into a CUDA graph. `Prep` and the tapes hold images of swizzled tiles, one for each chunk and v head:
+`logical_states` and `logical_prep` show them as the twins do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from cake.core import loader, workspace
+from cake.core.sequences import CHUNK, Sequences
+from cake.core.tables import plan_tables
+from cake.kda._stages import Gate, Prep
+
+ARCH = "sm_90a"
+HEAD_DIM = 128
+# Kinds of gates, as the kernels number them.
+NO_GATE, STANDARD, BOUNDED = range(3)
+
+
+def prep(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    g: torch.Tensor,
+    gate: Gate | None,
+    beta: torch.Tensor,
+    seqs: Sequences,
+    *,
+    scale: float,
+    l2norm: bool,
+) -> Prep:
+    """The call's tables, then decayed rows, inner products and inverses of every chunk; see `_stages`."""
+    heads, v_heads, total, device = q.shape[2], g.shape[2], seqs.total, q.device
+    rows = (seqs.chunk_capacity, v_heads, CHUNK, HEAD_DIM)
+    squares = (seqs.chunk_capacity, v_heads, CHUNK, CHUNK)
+    stream, library = _stream(device), _library("kda_prep")
+    made = Prep(
+        qg=_take("qg", rows, device),
+        kg=_take("kg", rows, device),
+        kr=_take("kr", rows, device),
+        p=_take("p", squares, device),
+        t=_take("t", squares, device),
+        last=torch.empty((seqs.chunk_capacity, v_heads, HEAD_DIM), dtype=torch.float32, device=device),
+        rq=torch.empty((heads, total), dtype=torch.float32, device=device),
+        rk=torch.empty((heads, total), dtype=torch.float32, device=device),
+        plan=plan_tables(seqs, device, stream, library.kda_plan, library.kda_boundaries),
+    )
+    library.kda_prep(
+        q, k, g, *_gate(gate), beta, made.plan, seqs.n, seqs.chunk_capacity,
+        made.qg, made.kg, made.kr, made.p, made.t, made.last, made.rq, made.rk, scale, l2norm, stream,
+    )  # fmt: skip
+    return made
+
+
+def scan(
+    v: torch.Tensor,
+    beta: torch.Tensor,
+    prep: Prep,
+    seqs: Sequences,
+    *,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    save_states: bool = False,
+    need_output: bool = True,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """The serial forward; see `_stages`."""
+    edge = initial_state is not None
+    o = torch.empty(v.shape, dtype=v.dtype, device=v.device) if need_output else None
+    final_state = _edge_state(seqs, v) if output_final_state else None
+    states = _tape("states", seqs, v, edge) if save_states else None
+    _library("kda_scan").kda_scan(
+        v, beta, prep.plan, seqs.n, seqs.chunk_capacity,
+        prep.qg, prep.kg, prep.kr, prep.p, prep.t, prep.last,
+        initial_state, o, final_state, states, edge, _stream(v.device),
+    )  # fmt: skip
+    return o, final_state, states
+
+
+def adj(
+    do: torch.Tensor,
+    beta: torch.Tensor,
+    prep: Prep,
+    seqs: Sequences,
+    *,
+    dht: torch.Tensor | None = None,
+    need_dh0: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The serial adjoint; see `_stages`."""
+    edge = dht is not None
+    y = torch.empty(do.shape, dtype=do.dtype, device=do.device)
+    adj_states = _tape("adj_states", seqs, do, edge)
+    dh0 = _edge_state(seqs, do) if need_dh0 else None
+    _library("kda_adj").kda_adj(
+        do, beta, prep.plan, seqs.n, seqs.chunk_capacity,
+        prep.qg, prep.kg, prep.kr, prep.p, prep.t, prep.last,
+        dht, y, dh0, adj_states, edge, _stream(do.device),
+    )  # fmt: skip
+    return y, adj_states, dh0
+
+
+def out(*args: Any, **kwargs: Any) -> Any:
+    """The parallel rest of the backward has no kernel yet."""
+    raise NotImplementedError(
+        "cake.kda has no CUDA kernels for the backward in this version: on a GPU pass backend='torch'"
+    )
+
+
+def reduce(partials: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """It has no kernel yet either."""
+    return out(partials)  # type: ignore[no-any-return]
+
+
+def logical_states(images: torch.Tensor) -> torch.Tensor:
+    """The states of a tape [slots, HV, 128, 128] as the twins hold them, rows of V and columns of K."""
+    return _logical(images)
+
+
+def logical_prep(prep: Prep, seqs: Sequences) -> Prep:
+    """A `Prep` whose rows and squares are laid out by token, as the twins'."""
+    places = [64 * place + i for place, (*_, rows) in enumerate(seqs.chunks) for i in range(rows)]
+
+    def by_token(images: torch.Tensor) -> torch.Tensor:
+        chunks_first = _logical(images).movedim(1, 0)
+        return chunks_first.flatten(1, 2)[:, places]
+
+    shown = {name: by_token(getattr(prep, name)) for name in ("qg", "kg", "kr", "p", "t")}
+    return replace(prep, **shown)
+
+
+def _logical(images: torch.Tensor) -> torch.Tensor:
+    """Tile images [..., rows, columns] without their layout.
+
+    An image is panels of 64 columns; the 16-byte group g of row r sits at group g ^ (r % 8).
+    """
+    *lead, n, columns = images.shape
+    rows = torch.arange(n, device=images.device)[:, None]
+    groups = torch.arange(8, device=images.device)[None, :] ^ (rows & 7)
+    panels = images.reshape(*lead, columns // 64, n, 8, 8)
+    logical: torch.Tensor = panels[..., rows, groups, :].movedim(-4, -3).reshape(images.shape)
+    return logical
+
+
+def _library(name: str) -> Any:
+    return loader.load("kda", name, arch=ARCH)
+
+
+def _stream(device: torch.device) -> int:
+    # Asked of torch at every call: a stream context or the autograd thread may have another one by now.
+    return torch.cuda.current_stream(device).cuda_stream
+
+
+def _gate(gate: Gate | None) -> tuple[int, torch.Tensor | None, torch.Tensor | None, float]:
+    """Kind, A_log, dt_bias and bound as the host entries take them."""
+    if gate is None:
+        return NO_GATE, None, None, 0.0
+    a_log, bias = (None if x is None else x.contiguous() for x in (gate.a_log, gate.bias))
+    if gate.lower_bound is None:
+        return STANDARD, a_log, bias, 0.0
+    return BOUNDED, a_log, bias, gate.lower_bound
+
+
+def _take(role: str, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    return workspace.take("kda", role, shape, torch.bfloat16, device)
+
+
+def _tape(role: str, seqs: Sequences, v: torch.Tensor, edge: bool) -> torch.Tensor:
+    return _take(role, (seqs.slots(edge), v.shape[2], HEAD_DIM, HEAD_DIM), v.device)
+
+
+def _edge_state(seqs: Sequences, v: torch.Tensor) -> torch.Tensor:
+    return torch.empty((seqs.n, v.shape[2], HEAD_DIM, HEAD_DIM), dtype=torch.float32, device=v.device)

@@ -1,0 +1,94 @@
+// Register fragments: the bf16 A operand of wgmma, and its traffic with accumulators and tiles.
+//
+// Frag of a 64 x 16 * n operand is uint32_t[n][4]; register j of step s holds the pair at
+//   row 16 * warp + lane / 4 + 8 * (j & 1),  columns 16 * s + 2 * (lane % 4) + 8 * (j >> 1) and the next.
+// That is the accumulator's own layout in pairs, so an accumulator becomes an operand without a shuffle.
+#pragma once
+
+#include "wgmma.cuh"
+
+namespace cake {
+
+// Index in the accumulator of the first element of register j of step s.
+__host__ __device__ constexpr int acc_index(int s, int j) { return 8 * s + 4 * (j >> 1) + 2 * (j & 1); }
+
+// Column of accumulator element i, and of the pair (s, j).
+__device__ __forceinline__ int acc_column(int i, int lane) { return 8 * (i >> 2) + 2 * (lane & 3) + (i & 1); }
+
+template <int kSteps>
+__device__ __forceinline__ void to_frag(uint32_t (&f)[kSteps][4], const float (&acc)[kSteps * 8]) {
+#pragma unroll
+  for (int s = 0; s < kSteps; ++s)
+#pragma unroll
+    for (int j = 0; j < 4; ++j) f[s][j] = pack_bf16(acc[acc_index(s, j)], acc[acc_index(s, j) + 1]);
+}
+
+// The same with column factors: scale[c] multiplies column c (64 of them, in shared memory).
+template <int kSteps>
+__device__ __forceinline__ void to_frag_scaled(uint32_t (&f)[kSteps][4], const float (&acc)[kSteps * 8],
+                                               const float* scale, int lane) {
+#pragma unroll
+  for (int s = 0; s < kSteps; ++s)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float2 c = *reinterpret_cast<const float2*>(scale + 16 * s + 8 * h + 2 * (lane & 3));
+#pragma unroll
+      for (int j = 2 * h; j < 2 * h + 2; ++j)
+        f[s][j] = pack_bf16(acc[acc_index(s, j)] * c.x, acc[acc_index(s, j) + 1] * c.y);
+    }
+}
+
+// Address that this lane gives to ldmatrix / stmatrix for step s of a row-major operand: rows of the tile are the
+// operand's rows, `row0` its first row for this warp. Tiles are aligned, so a step within a panel is one xor away from
+// the first: nothing but that first address is worth a register.
+template <int kRows>
+__device__ __forceinline__ uint32_t frag_address(uint32_t tile, int row0, int s, int lane) {
+  const uint32_t first = tile + group_offset<kRows>(row0 + (lane & 7) + 8 * ((lane >> 3) & 1), lane >> 4);
+  return (first ^ ((s & 3) << 5)) + (s >> 2) * (kRows * kPanelRowBytes);
+}
+
+// The same for an operand whose rows are the tile's columns (ldmatrix_trans / stmatrix_trans): `column0` is the
+// operand's first row for this warp, step s covers the tile's rows 16 s .. 16 s + 15.
+template <int kRows>
+__device__ __forceinline__ uint32_t frag_address_trans(uint32_t tile, int column0, int s, int lane) {
+  return tile + group_offset<kRows>((lane & 7) + 8 * (lane >> 4), (column0 >> 3) + ((lane >> 3) & 1)) +
+         s * (16 * kPanelRowBytes);
+}
+
+// Sum over the four lanes that share a row; every lane gets it.
+__device__ __forceinline__ float row_sum(float x) {
+  x += __shfl_xor_sync(0xffffffffu, x, 1);
+  x += __shfl_xor_sync(0xffffffffu, x, 2);
+  return x;
+}
+
+// Row dots of a 64 x 128 accumulator with a token tile: dot[h] for row row0 + lane / 4 + 8 h.
+__device__ __forceinline__ void row_dots(float (&dot)[2], const float (&acc)[64], uint32_t tile, int row0, int lane) {
+  float sum[2][2] = {};
+#pragma unroll
+  for (int s = 0; s < 8; ++s) {
+    uint32_t x[4];
+    ldmatrix(x, frag_address<kChunk>(tile, row0, s, lane));
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      sum[j & 1][0] = fmaf(acc[acc_index(s, j)], bf16_lo(x[j]), sum[j & 1][0]);
+      sum[j & 1][1] = fmaf(acc[acc_index(s, j) + 1], bf16_hi(x[j]), sum[j & 1][1]);
+    }
+  }
+  dot[0] = row_sum(sum[0][0] + sum[0][1]);
+  dot[1] = row_sum(sum[1][0] + sum[1][1]);
+}
+
+// The rows of a tile as a fragment, row lane / 4 + 8 h multiplied by scale[h].
+template <int kSteps>
+__device__ __forceinline__ void load_scaled(uint32_t (&f)[kSteps][4], uint32_t tile, int row0, const float (&scale)[2],
+                                            int lane) {
+#pragma unroll
+  for (int s = 0; s < kSteps; ++s) {
+    ldmatrix(f[s], frag_address<kChunk>(tile, row0, s, lane));
+#pragma unroll
+    for (int j = 0; j < 4; ++j) f[s][j] = pack_bf16(scale[j & 1] * bf16_lo(f[s][j]), scale[j & 1] * bf16_hi(f[s][j]));
+  }
+}
+
+}  // namespace cake

@@ -1,0 +1,132 @@
+// What the host entries share: checks of what tvm-ffi hands over, views of it, the device, and launch errors.
+// The only header here that knows tvm-ffi; kernels never include it.
+#pragma once
+
+#include <cuda_runtime.h>
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/error.h>
+#include <tvm/ffi/function.h>
+#include <tvm/ffi/optional.h>
+
+#include <initializer_list>
+#include <string>
+
+#include "seq.cuh"
+
+namespace cake::host {
+
+using tvm::ffi::Optional;
+using tvm::ffi::TensorView;
+
+inline void check_cuda(cudaError_t status, const char* what) {
+  if (status != cudaSuccess)
+    TVM_FFI_THROW(RuntimeError) << what << ": " << cudaGetErrorName(status) << ", " << cudaGetErrorString(status);
+}
+
+// Runs the enclosed launches on the device of a tensor.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int device) {
+    check_cuda(cudaGetDevice(&previous_), "cudaGetDevice");
+    if (previous_ != device) check_cuda(cudaSetDevice(device), "cudaSetDevice");
+    device_ = device;
+  }
+  ~DeviceGuard() {
+    if (previous_ != device_) cudaSetDevice(previous_);
+  }
+
+ private:
+  int previous_ = 0, device_ = 0;
+};
+
+inline std::string shape_text(std::initializer_list<int64_t> shape) {
+  std::string text = "[";
+  for (int64_t n : shape) text += (text.size() > 1 ? ", " : "") + std::to_string(n);
+  return text + "]";
+}
+
+inline std::string shape_text(const TensorView& x) {
+  std::string text = "[";
+  for (int i = 0; i < x.ndim(); ++i) text += (i ? ", " : "") + std::to_string(x.size(i));
+  return text + "]";
+}
+
+inline bool is_float32(const TensorView& x) { return x.dtype().code == kDLFloat && x.dtype().bits == 32; }
+inline bool is_bfloat16(const TensorView& x) { return x.dtype().code == kDLBfloat && x.dtype().bits == 16; }
+inline bool is_int32(const TensorView& x) { return x.dtype().code == kDLInt && x.dtype().bits == 32; }
+
+inline void check_shape(const TensorView& x, const char* name, std::initializer_list<int64_t> shape) {
+  bool same = x.ndim() == static_cast<int>(shape.size());
+  for (int i = 0; same && i < x.ndim(); ++i) same = x.size(i) == shape.begin()[i];
+  if (!same) TVM_FFI_THROW(ValueError) << name << " must be " << shape_text(shape) << ", got " << shape_text(x);
+}
+
+// A contiguous tensor of the given shape (rows of a larger first axis may follow).
+template <typename T>
+T* dense(const TensorView& x, const char* name, bool right_type, std::initializer_list<int64_t> shape) {
+  if (!right_type) TVM_FFI_THROW(TypeError) << name << " has an unexpected dtype";
+  check_shape(x, name, shape);
+  int64_t stride = 1;
+  for (int i = x.ndim() - 1; i >= 0; --i) {
+    if (x.size(i) > 1 && x.stride(i) != stride)
+      TVM_FFI_THROW(ValueError) << name << " must be contiguous, got stride " << x.stride(i) << " on axis " << i;
+    stride *= x.size(i);
+  }
+  return static_cast<T*>(x.data_ptr());
+}
+
+inline float* dense_f32(const TensorView& x, const char* name, std::initializer_list<int64_t> shape) {
+  return dense<float>(x, name, is_float32(x), shape);
+}
+inline __nv_bfloat16* dense_bf16(const TensorView& x, const char* name, std::initializer_list<int64_t> shape) {
+  return dense<__nv_bfloat16>(x, name, is_bfloat16(x), shape);
+}
+
+// [B, T, heads, 128] bf16 whose rows can be copied 16 bytes at a time.
+inline View<const __nv_bfloat16> const_rows(const TensorView& x, const char* name,
+                                            std::initializer_list<int64_t> shape) {
+  if (!is_bfloat16(x)) TVM_FFI_THROW(TypeError) << name << " must be bfloat16";
+  check_shape(x, name, shape);
+  const bool aligned = reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0 && x.stride(0) % 8 == 0 &&
+                       x.stride(1) % 8 == 0 && x.stride(2) % 8 == 0;
+  if (x.stride(3) != 1 || !aligned)
+    TVM_FFI_THROW(ValueError) << name << " must have contiguous channels and 16-byte aligned rows";
+  return {static_cast<__nv_bfloat16*>(x.data_ptr()), x.stride(0), x.stride(1), x.stride(2)};
+}
+
+// Tape images bf16 [slots, HV, 128, 128]. With boundaries on the host the slots may be fewer than `most`: the plan never
+// names one past its own count.
+inline __nv_bfloat16* tape_images(const TensorView& x, const char* name, int64_t v_heads, int64_t most) {
+  if (x.ndim() == 4 && x.size(0) > most)
+    TVM_FFI_THROW(ValueError) << name << " must have at most " << most << " slots, got " << x.size(0);
+  return dense_bf16(x, name, {x.size(0), v_heads, 128, 128});
+}
+
+// [B, T, heads] fp32 or bf16, any strides.
+inline Scalars scalars(const TensorView& x, const char* name, std::initializer_list<int64_t> shape) {
+  if (!is_float32(x) && !is_bfloat16(x)) TVM_FFI_THROW(TypeError) << name << " must be float32 or bfloat16";
+  check_shape(x, name, shape);
+  return {{x.data_ptr(), x.stride(0), x.stride(1), x.stride(2)}, is_bfloat16(x)};
+}
+
+// The tables that gdn_plan wrote: an int32 tensor of Plan::words(n, chunk_capacity).
+inline Plan plan_of(const TensorView& words, int64_t n, int64_t chunk_capacity, int64_t total, int64_t per_batch) {
+  const int64_t need = Plan::words(n, chunk_capacity);
+  if (!is_int32(words) || words.ndim() != 1 || words.size(0) < need)
+    TVM_FFI_THROW(ValueError) << "plan must hold " << need << " int32, got " << shape_text(words);
+  return {static_cast<int*>(words.data_ptr()), static_cast<int>(n), static_cast<int>(chunk_capacity),
+          static_cast<int>(total), static_cast<int>(per_batch)};
+}
+
+inline cudaStream_t stream_of(int64_t handle) { return reinterpret_cast<cudaStream_t>(handle); }
+
+// Raises a kernel's dynamic shared memory limit, then launches it.
+template <typename Kernel, typename... Args>
+void launch(const char* name, Kernel kernel, dim3 grid, int threads, int shared_bytes, cudaStream_t stream,
+            const Args&... args) {
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes), name);
+  kernel<<<grid, threads, shared_bytes, stream>>>(args...);
+  check_cuda(cudaGetLastError(), name);
+}
+
+}  // namespace cake::host

@@ -1,0 +1,46 @@
+// Host entries that make a call's tables: each op exports them under its own name.
+#pragma once
+
+#include <algorithm>
+
+#include "host.cuh"
+
+namespace cake::host {
+
+// Writes the tables of `n` sequences into `words`. Boundaries: `kind` 0 batch rows of equal length, 1 a host array
+// (`host_boundaries` points at n + 1 int32, read during the call), 2 int32 and 3 int64 on the device.
+inline void make_plan(TensorView words, int64_t kind, int64_t host_boundaries, Optional<TensorView> device_boundaries,
+                      int64_t n, int64_t chunk_capacity, int64_t total, int64_t tokens_per_batch, int64_t stream) {
+  DeviceGuard guard(words.device().device_id);
+  const Plan plan = plan_of(words, n, chunk_capacity, total, tokens_per_batch);
+  Boundaries boundaries{};
+  boundaries.kind = static_cast<Boundaries::Kind>(kind);
+  if (kind == Boundaries::kInline) {
+    const int* values = reinterpret_cast<const int*>(host_boundaries);
+    if (n + 1 > kInlineBoundaries)
+      TVM_FFI_THROW(ValueError) << "at most " << kInlineBoundaries - 1 << " sequences fit a launch, got " << n;
+    for (int64_t i = 0; i <= n; ++i) boundaries.values[i] = values[i];
+  } else if (kind != Boundaries::kUniform) {
+    boundaries.device = device_boundaries.value().data_ptr();
+  }
+  launch("plan", plan_kernel, dim3(1), kPlanThreads, 0, stream_of(stream), boundaries, plan);
+}
+
+// Copies host boundaries too many for one launch into `device` (int32), `count` of them from index `first` on.
+static __global__ void boundaries_kernel(const __grid_constant__ Boundaries boundaries, int* device, int count) {
+  for (int i = threadIdx.x; i < count; i += blockDim.x) device[i] = boundaries.values[i];
+}
+
+inline void copy_boundaries(TensorView device, int64_t host_boundaries, int64_t count, int64_t stream) {
+  DeviceGuard guard(device.device().device_id);
+  int* out = dense<int>(device, "boundaries", is_int32(device), {count});
+  const int* values = reinterpret_cast<const int*>(host_boundaries);
+  for (int64_t first = 0; first < count; first += kInlineBoundaries) {
+    Boundaries part{};
+    const int size = static_cast<int>(std::min<int64_t>(kInlineBoundaries, count - first));
+    for (int i = 0; i < size; ++i) part.values[i] = values[first + i];
+    launch("boundaries", boundaries_kernel, dim3(1), 256, 0, stream_of(stream), part, out + first, size);
+  }
+}
+
+}  // namespace cake::host

@@ -1,0 +1,171 @@
+// Which tokens a chunk holds: the tables that the plan kernel makes from the boundaries, on the device.
+//
+// Tokens are numbered through the flattened batch, t = batch * tokens_per_batch + i; sequences are consecutive
+// ranges of them, cut into chunks of 64 that restart at each sequence.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace cake {
+
+// Four-dimensional view [batch, token, head, channel] of a tensor whose channels are contiguous; strides in elements.
+template <typename T>
+struct View {
+  T* data;
+  int64_t batch_stride, token_stride, head_stride;
+
+  __device__ __forceinline__ T* row(int token, int tokens_per_batch, int head) const {
+    const int batch = token / tokens_per_batch;
+    return data + batch * batch_stride + (token - batch * tokens_per_batch) * token_stride + head * head_stride;
+  }
+};
+
+// fp32 or bf16 scalars per token and head.
+struct Scalars {
+  View<const void> view;
+  bool is_bf16;
+
+  __device__ __forceinline__ float at(int token, int tokens_per_batch, int head) const {
+    const int batch = token / tokens_per_batch;
+    const int64_t i =
+        batch * view.batch_stride + (token - batch * tokens_per_batch) * view.token_stride + head * view.head_stride;
+    return is_bf16 ? __bfloat162float(static_cast<const __nv_bfloat16*>(view.data)[i])
+                   : static_cast<const float*>(view.data)[i];
+  }
+};
+
+struct Chunk {
+  int token;     // first token
+  int rows;      // 1..64
+  int sequence;
+  int index;     // within the sequence
+  bool last;     // of the sequence
+};
+
+struct Sequence {
+  int token;       // first token
+  int length;
+  int chunk_base;  // chunks of the sequences before it
+  int slot_base;   // inner chunk boundaries of the sequences before it
+};
+
+// The plan's tables in one int32 allocation: [4] counts, [n][4] sequences, [chunks][4] chunks, [n] order.
+struct Plan {
+  int* data;
+  int n, chunk_capacity, total, tokens_per_batch;
+
+  static constexpr int kHeader = 4;
+  __host__ __device__ static int64_t words(int64_t n, int64_t chunks) { return kHeader + 5 * n + 4 * chunks; }
+
+  __device__ __forceinline__ int4* sequences() const { return reinterpret_cast<int4*>(data + kHeader); }
+  __device__ __forceinline__ int4* chunks() const { return reinterpret_cast<int4*>(data + kHeader) + n; }
+  // Sequences by falling length: long ones start first. No value depends on it.
+  __device__ __forceinline__ int* order() const { return data + kHeader + 4 * (n + chunk_capacity); }
+  __device__ __forceinline__ int chunk_count() const { return __ldg(data); }
+
+  __device__ __forceinline__ Sequence sequence(int i) const {
+    const int4 s = __ldg(sequences() + i);
+    return {s.x, s.y, s.z, s.w};
+  }
+  __device__ __forceinline__ Chunk chunk(int i) const {
+    const int4 c = __ldg(chunks() + i);
+    return {c.x, c.y & 0xff, c.z, c.w, (c.y >> 8) != 0};
+  }
+};
+
+// Where the state that enters a chunk lies on the tape, or -1: with `edge` every chunk has a slot; without, only
+// those that follow another (the first one's state is zero). The adjoint state that leaves a chunk mirrors it.
+__device__ __forceinline__ int state_slot(const Sequence& s, int chunk, bool edge) {
+  if (edge) return s.chunk_base + chunk;
+  return chunk == 0 ? -1 : s.slot_base + chunk - 1;
+}
+__device__ __forceinline__ int adjoint_slot(const Sequence& s, int chunk, bool last, bool edge) {
+  if (edge) return s.chunk_base + chunk;
+  return last ? -1 : s.slot_base + chunk;
+}
+
+// ---- the plan kernel -------------------------------------------------------------------------------------------
+
+constexpr int kInlineBoundaries = 1000;  // boundaries that fit into one launch's parameters
+
+struct Boundaries {
+  enum Kind { kUniform, kInline, kInt32, kInt64 } kind;
+  const void* device;           // kInt32, kInt64
+  int values[kInlineBoundaries];  // kInline: all n + 1
+};
+
+__device__ __forceinline__ int64_t boundary(const Boundaries& b, int i, int tokens_per_batch) {
+  switch (b.kind) {
+    case Boundaries::kUniform: return static_cast<int64_t>(i) * tokens_per_batch;
+    case Boundaries::kInline: return b.values[i];
+    case Boundaries::kInt32: return static_cast<const int*>(b.device)[i];
+    default: return static_cast<const int64_t*>(b.device)[i];
+  }
+}
+
+__device__ __forceinline__ int clamp_token(int64_t token, int least, int most) {
+  return static_cast<int>(token < least ? least : token > most ? most : token);
+}
+
+constexpr int kPlanThreads = 1024;
+constexpr int kSortedSequences = 1024;  // up to here `order` is by falling length, above it is the identity
+
+// One block. Boundaries that were never checked on the host are clamped into 0..total and made monotone, so that a
+// wrong one can't lead outside the tensors.
+static __global__ void __launch_bounds__(kPlanThreads)
+    plan_kernel(const __grid_constant__ Boundaries boundaries, Plan plan) {
+  __shared__ int warp_chunks[32], warp_slots[32], lengths[kSortedSequences];
+  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
+  int chunk_base = 0, slot_base = 0;
+  for (int first = 0; first < plan.n; first += kPlanThreads) {
+    const int i = first + tid;
+    int token = 0, length = 0;
+    if (i < plan.n) {
+      token = clamp_token(boundary(boundaries, i, plan.tokens_per_batch), 0, plan.total);
+      length = clamp_token(boundary(boundaries, i + 1, plan.tokens_per_batch), token, plan.total) - token;
+      if (i < kSortedSequences) lengths[i] = length;
+    }
+    const int chunks = (length + 63) / 64, slots = max(chunks - 1, 0);
+    int c = chunks, s = slots;
+    for (int d = 1; d < 32; d <<= 1) {
+      const int cu = __shfl_up_sync(0xffffffffu, c, d), su = __shfl_up_sync(0xffffffffu, s, d);
+      if (lane >= d) c += cu, s += su;
+    }
+    if (lane == 31) warp_chunks[warp] = c, warp_slots[warp] = s;
+    __syncthreads();
+    int total_chunks = 0, total_slots = 0;
+    for (int w = 0; w < 32; ++w) {
+      if (w == warp) c += total_chunks, s += total_slots;
+      total_chunks += warp_chunks[w], total_slots += warp_slots[w];
+    }
+    if (i < plan.n) plan.sequences()[i] = make_int4(token, length, chunk_base + c - chunks, slot_base + s - slots);
+    chunk_base += total_chunks, slot_base += total_slots;
+    __syncthreads();
+  }
+  const int count = min(chunk_base, plan.chunk_capacity);
+  if (tid == 0) plan.data[0] = count;
+  for (int i = tid; i < count; i += kPlanThreads) {
+    int lo = 0, hi = plan.n - 1;  // the last sequence whose chunks start at or before i
+    while (lo < hi) {
+      const int mid = (lo + hi + 1) / 2;
+      if (plan.sequences()[mid].z <= i) lo = mid;
+      else hi = mid - 1;
+    }
+    const int4 s = plan.sequences()[lo];
+    const int index = i - s.z, rows = min(s.y - index * 64, 64);
+    plan.chunks()[i] = make_int4(s.x + index * 64, rows | ((index * 64 + 64 >= s.y) << 8), lo, index);
+  }
+  for (int i = tid; i < plan.n; i += kPlanThreads) {
+    int rank = i;
+    if (plan.n <= kSortedSequences) {
+      rank = 0;
+      for (int j = 0; j < plan.n; ++j) rank += lengths[j] > lengths[i] || (lengths[j] == lengths[i] && j < i);
+    }
+    plan.order()[rank] = i;
+  }
+}
+
+}  // namespace cake

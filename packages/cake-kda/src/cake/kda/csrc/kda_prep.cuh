@@ -1,0 +1,347 @@
+// kda_prep: everything of a chunk that needs no state. One CTA per (chunk, v head). Per key channel c, rows are tokens:
+//
+//   b_i  = sum_{j<=i} log2 decay_j                             restarted at the chunk; rows past its end repeat the last
+//   q^   = r_q q, k^ = r_k k                                   r = 1 / sqrt(|x|^2 + eps), or 1 without L2 norm
+//   Qg   = scale q^ 2^b      Kg = k^ 2^b      Kr = k^ 2^(b_C - b)
+//   N_ij = sum_c k^_ic k^_jc 2^(b_ic - b_jc)  (i > j)          A_ij likewise with q^_i  (i >= j)
+//   P    = scale A           T = (I + beta N)^-1
+//
+// Qg, Kg, Kr, P and T are stored in bf16 as images of the tiles that the walks use.
+//
+// Pairs. 2^(b_i - b_j) is at most 1 for i > j, but 2^b_i and 2^-b_j apart would under- and overflow. Each pair i > j meets
+// exactly once in a binary tree over the rows: at the node of 2 w rows that has i in its right half and j in its left one.
+// With r = b of the left half's last row, 2^(b_i - b_j) = 2^(b_i - r) 2^(r - b_j), both at most 1: nothing underflows that
+// isn't 0 anyway, and no gate needs a bound. 8 right rows of q, the same 8 of k and 8 left rows of k are one m16n8 product,
+// A above N, in tf32: bf16 operands would cost T its accuracy where keys repeat. The upper two levels are cut into such
+// products evenly; of the lower four, a warp makes those of its own 16 rows, each level's right rows against all its left
+// ones at once, and drops what crosses nodes.
+#pragma once
+
+#include "cake/frag.cuh"
+#include "cake/seq.cuh"
+#include "cake/tri.cuh"
+#include "kda_gate.cuh"
+
+namespace cake::kda {
+
+struct PrepArgs {
+  View<const __nv_bfloat16> q, k;  // [B, T, H, 128]
+  Scalars g, beta;  // [B, T, HV, 128], contiguous channels, and [B, T, HV]
+  GateArgs gate;
+  Plan plan;
+  __nv_bfloat16 *qg, *kg, *kr;  // tile images [chunks, HV, 64, 128]
+  __nv_bfloat16 *p, *t;  // tile images [chunks, HV, 64, 64]
+  float* last;  // [chunks, HV, 128]: 2^b_C
+  float *rq, *rk;  // [H, total]
+  int v_heads, group;  // HV, HV / H
+  float scale;
+  bool l2norm;
+};
+
+constexpr float kNormEps = 1e-6f;
+constexpr int kPrepThreads = 128, kPrepCtasPerSm = 3;
+
+struct PrepShared {
+  union {
+    struct {
+      alignas(1024) uint8_t q[kTokenTileBytes], k[kTokenTileBytes];  // bf16 [64][128], see row_offset
+    } rows;
+    struct {  // once the pairs are made
+      alignas(1024) uint8_t p[kSquareTileBytes];
+      alignas(16) float l[kChunk * kTriStride];
+    } pairs;
+  };
+  union {
+    alignas(1024) float b[kChunk * kHeadDim];  // see b_offset
+    alignas(16) float x[kChunk * kTriStride];  // once the pairs are made: the inverse
+  };
+  float rq[kChunk], rk[kChunk], beta[kChunk];  // rq with the scale
+  float diagonal[kChunk];  // of P
+};
+
+// Byte offsets in rows of 256 bytes of bf16, and of 512 bytes of fp32. Their swizzles let 8 lanes g read 8 rows that differ
+// in one of their lowest three bits less, four lanes t to a row, without bank conflicts: at every level of the tree.
+__device__ __forceinline__ uint32_t row_offset(int row, int channel) {
+  const int swizzle = (row & 3) ^ ((row & 4) ? 3 : 0);
+  return (row * 256 + channel * 2) ^ (swizzle << 5);
+}
+__device__ __forceinline__ uint32_t b_offset(int row, int channel) {
+  return (row * 512 + channel * 4) ^ (((row ^ (row >> 1)) & 1) << 6);
+}
+
+__device__ __forceinline__ float4 ld_floats(uint32_t addr) {
+  const uint4 v = ld_shared_16(addr);
+  return make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));
+}
+
+// ---- gates -------------------------------------------------------------------------------------------------------
+
+// Reads the gates of one channel of a chunk into its column of b, all of them in flight at once.
+template <typename T>
+__device__ __forceinline__ void load_gates(uint32_t b, View<const T> g, const Chunk& chunk, int tokens, int v_head,
+                                           int channel) {
+  const T* row = g.row(chunk.token, tokens, v_head) + channel;
+  float raw[kChunk];
+#pragma unroll
+  for (int i = 0; i < kChunk; ++i) raw[i] = i < chunk.rows ? float(row[i * g.token_stride]) : 0.f;
+#pragma unroll
+  for (int i = 0; i < kChunk; ++i) st_shared_4(b + b_offset(i, channel), __float_as_uint(raw[i]));
+}
+
+// Turns them into b, and returns its last row.
+__device__ __forceinline__ float accumulate_gates(uint32_t b, const PrepArgs& args, const Chunk& chunk, int v_head,
+                                                  int channel) {
+  const Gate gate(args.gate, v_head);
+  const float bias = args.gate.bias_of(v_head, channel);
+  float sum = 0.f;
+  for (int first = 0; first < kChunk; first += 8) {
+    float step[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      step[i] = log2_decay(__uint_as_float(ld_shared_4(b + b_offset(first + i, channel))), bias, gate);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      sum += first + i < chunk.rows ? step[i] : 0.f;
+      st_shared_4(b + b_offset(first + i, channel), __float_as_uint(sum));
+    }
+  }
+  return sum;
+}
+
+// ---- pairs -------------------------------------------------------------------------------------------------------
+
+// Rounded to the 10 bits of a mantissa that the product keeps.
+__device__ __forceinline__ uint32_t tf32(float x) { return __float_as_uint(x) + 0x1000u; }
+
+// Adds the products of kRight groups of 8 right rows with kLeft groups of 8 left ones. Lane 4 g + t gives the g-th row of
+// each group (channels 4 t .. 4 t + 3 of each 16) and its node's border row. Row g of a product's 16 is the group's q, row
+// g + 8 its k.
+template <int kRight, int kLeft>
+__device__ __forceinline__ void add_pairs(float (&acc)[kRight][kLeft][4], const PrepShared& s,
+                                          const int (&right)[kRight], const int (&left)[kLeft], int border, int lane) {
+  const int channel0 = 4 * (lane & 3);
+  const uint32_t q = smem_addr(s.rows.q), k = smem_addr(s.rows.k), b = smem_addr(s.b);
+  const uint32_t at_border = b + b_offset(border, channel0);
+#pragma unroll(kRight* kLeft > 1 ? 2 : 4)
+  for (int c = 0; c < kHeadDim / 16; ++c) {
+    const float4 r = ld_floats(at_border ^ (c << 6));
+    uint32_t x[kRight][2][4], y[kLeft][2][2];
+#pragma unroll
+    for (int i = 0; i < kRight; ++i) {
+      const float4 bi = ld_floats((b + b_offset(right[i], channel0)) ^ (c << 6));
+      const uint2 qi = ld_shared_8((q + row_offset(right[i], channel0)) ^ (c << 5));
+      const uint2 ki = ld_shared_8((k + row_offset(right[i], channel0)) ^ (c << 5));
+      const float f[4] = {ex2(bi.x - r.x), ex2(bi.y - r.y), ex2(bi.z - r.z), ex2(bi.w - r.w)};
+      x[i][0][0] = tf32(bf16_lo(qi.x) * f[0]), x[i][0][1] = tf32(bf16_lo(ki.x) * f[0]);
+      x[i][0][2] = tf32(bf16_hi(qi.x) * f[1]), x[i][0][3] = tf32(bf16_hi(ki.x) * f[1]);
+      x[i][1][0] = tf32(bf16_lo(qi.y) * f[2]), x[i][1][1] = tf32(bf16_lo(ki.y) * f[2]);
+      x[i][1][2] = tf32(bf16_hi(qi.y) * f[3]), x[i][1][3] = tf32(bf16_hi(ki.y) * f[3]);
+    }
+#pragma unroll
+    for (int j = 0; j < kLeft; ++j) {
+      const float4 bj = ld_floats((b + b_offset(left[j], channel0)) ^ (c << 6));
+      const uint2 kj = ld_shared_8((k + row_offset(left[j], channel0)) ^ (c << 5));
+      y[j][0][0] = tf32(bf16_lo(kj.x) * ex2(r.x - bj.x)), y[j][0][1] = tf32(bf16_hi(kj.x) * ex2(r.y - bj.y));
+      y[j][1][0] = tf32(bf16_lo(kj.y) * ex2(r.z - bj.z)), y[j][1][1] = tf32(bf16_hi(kj.y) * ex2(r.w - bj.w));
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+#pragma unroll
+      for (int i = 0; i < kRight; ++i)
+#pragma unroll
+        for (int j = 0; j < kLeft; ++j) mma_tf32(acc[i][j], x[i][h], y[j][h]);
+  }
+}
+
+// The i-th of the left rows of the nodes of 2 w rows; the right row of the same rank lies w below.
+template <int w>
+__device__ __forceinline__ int left_row(int i) {
+  return (i & ~(w - 1)) * 2 + (i & (w - 1));
+}
+
+// One level of the 16 rows from `row0` on.
+template <int w>
+__device__ __forceinline__ void add_level(float (&acc)[1][1][4], const PrepShared& s, int row0, int lane) {
+  const int left = row0 + left_row<w>(lane >> 2);
+  add_pairs<1, 1>(acc, s, {left + w}, {left}, left | (w - 1), lane);
+}
+
+// Stores what a product says of row i: A in columns j0 and j1 where they belong to it.
+__device__ __forceinline__ void put_pairs(PrepShared& s, const float (&acc)[4], int i, const int (&j)[2],
+                                          const bool (&keep)[2]) {
+  const float rq = s.rq[i], rk = s.rk[i] * s.beta[i];
+#pragma unroll
+  for (int e = 0; e < 2; ++e) {
+    if (!keep[e]) continue;
+    const float r = s.rk[j[e]];
+    *reinterpret_cast<__nv_bfloat16*>(s.pairs.p + group_offset<kChunk>(i, j[e] >> 3) + 2 * (j[e] & 7)) =
+        __float2bfloat16_rn(rq * r * acc[e]);
+    s.pairs.l[i * kTriStride + j[e]] = rk * r * acc[2 + e];
+  }
+}
+
+template <int w>
+__device__ __forceinline__ void put_level(PrepShared& s, const float (&acc)[1][1][4], int row0, int lane) {
+  const int g = lane >> 2, t = lane & 3;
+  put_pairs(s, acc[0][0], row0 + left_row<w>(g) + w, {row0 + left_row<w>(2 * t), row0 + left_row<w>(2 * t + 1)},
+            {g / w == 2 * t / w, g / w == (2 * t + 1) / w});
+}
+
+// ---- rows --------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void unpack(float (&x)[8], uint4 v) {
+  const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) x[2 * i] = bf16_lo(words[i]), x[2 * i + 1] = bf16_hi(words[i]);
+}
+
+__device__ __forceinline__ uint4 pack_product(const float (&x)[8], float r, const float (&f)[8]) {
+  uint32_t words[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) words[i] = pack_bf16(r * x[2 * i] * f[2 * i], r * x[2 * i + 1] * f[2 * i + 1]);
+  return make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+// Sum over 16 lanes; every one gets it.
+__device__ __forceinline__ float half_warp_sum(float x) {
+#pragma unroll
+  for (int d = 8; d >= 1; d >>= 1) x += __shfl_xor_sync(0xffffffffu, x, d);
+  return x;
+}
+
+static __global__ void __launch_bounds__(kPrepThreads, kPrepCtasPerSm)
+    prep_kernel(const __grid_constant__ PrepArgs args) {
+  extern __shared__ __align__(1024) uint8_t raw[];
+  PrepShared& s = *reinterpret_cast<PrepShared*>(raw);
+  const int index = blockIdx.x / args.v_heads, v_head = blockIdx.x % args.v_heads, head = v_head / args.group;
+  if (index >= args.plan.chunk_count()) return;  // capacity is an upper bound when boundaries are on the device
+  const Chunk chunk = args.plan.chunk(index);
+  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
+  const int tokens = args.plan.tokens_per_batch;
+  const int64_t image = int64_t(index) * args.v_heads + v_head;
+  const uint32_t q_rows = smem_addr(s.rows.q), k_rows = smem_addr(s.rows.k), b = smem_addr(s.b);
+  const int group0 = tid & 15;  // of 8 channels, where 16 threads share a row
+
+  // ---- q and k, then the gates: a thread has a channel ----
+  {
+    const __nv_bfloat16* q = args.q.row(chunk.token, tokens, head) + 8 * group0;
+    const __nv_bfloat16* k = args.k.row(chunk.token, tokens, head) + 8 * group0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int row = 8 * i + (tid >> 4);
+      cp_async_16(q_rows + row_offset(row, 8 * group0), q + row * args.q.token_stride, row < chunk.rows);
+      cp_async_16(k_rows + row_offset(row, 8 * group0), k + row * args.k.token_stride, row < chunk.rows);
+    }
+    cp_async_commit();
+    const View<const void>& g = args.g.view;
+    if (args.g.is_bf16)
+      load_gates<__nv_bfloat16>(
+          b, {static_cast<const __nv_bfloat16*>(g.data), g.batch_stride, g.token_stride, g.head_stride}, chunk, tokens,
+          v_head, tid);
+    else
+      load_gates<float>(b, {static_cast<const float*>(g.data), g.batch_stride, g.token_stride, g.head_stride}, chunk,
+                        tokens, v_head, tid);
+    args.last[image * kHeadDim + tid] = ex2(accumulate_gates(b, args, chunk, v_head, tid));
+    if (tid < kChunk) s.beta[tid] = tid < chunk.rows ? args.beta.at(chunk.token + tid, tokens, v_head) : 0.f;
+  }
+  cp_async_wait<0>();
+  __syncthreads();
+
+  // ---- norms and decayed rows: 16 threads have a row ----
+  {
+    const uint32_t last_row = b + b_offset(kChunk - 1, 8 * group0);
+    const float4 lo = ld_floats(last_row), hi = ld_floats(last_row ^ 16);
+    const float last[8] = {lo.x, lo.y, lo.z, lo.w, hi.x, hi.y, hi.z, hi.w};
+    const int64_t first = image * kChunk * kHeadDim;
+#pragma unroll 2
+    for (int i = 0; i < 8; ++i) {
+      const int row = 8 * i + (tid >> 4);
+      float q[8], k[8];
+      unpack(q, ld_shared_16(q_rows + row_offset(row, 8 * group0)));
+      unpack(k, ld_shared_16(k_rows + row_offset(row, 8 * group0)));
+      float qq = 0.f, kk = 0.f, qk = 0.f;
+#pragma unroll
+      for (int e = 0; e < 8; ++e) qq = fmaf(q[e], q[e], qq), kk = fmaf(k[e], k[e], kk), qk = fmaf(q[e], k[e], qk);
+      qq = half_warp_sum(qq), kk = half_warp_sum(kk), qk = half_warp_sum(qk);
+      const float rq = args.l2norm ? rsqrtf(qq + kNormEps) : 1.f, rk = args.l2norm ? rsqrtf(kk + kNormEps) : 1.f;
+      if (group0 == 0) {
+        s.rq[row] = args.scale * rq, s.rk[row] = rk, s.diagonal[row] = args.scale * rq * rk * qk;
+        if (row < chunk.rows && v_head % args.group == 0) {
+          const int64_t token = int64_t(head) * args.plan.total + chunk.token + row;
+          args.rq[token] = rq, args.rk[token] = rk;
+        }
+      }
+      const uint32_t b_row = b + b_offset(row, 8 * group0);
+      const float4 b0 = ld_floats(b_row), b1 = ld_floats(b_row ^ 16);
+      const float at[8] = {b0.x, b0.y, b0.z, b0.w, b1.x, b1.y, b1.z, b1.w};
+      float grow[8], rest[8];
+#pragma unroll
+      for (int e = 0; e < 8; ++e) grow[e] = ex2(at[e]), rest[e] = ex2(last[e] - at[e]);
+      const int64_t to = first + group_offset<kChunk>(row, group0) / 2;
+      *reinterpret_cast<uint4*>(args.qg + to) = pack_product(q, args.scale * rq, grow);
+      *reinterpret_cast<uint4*>(args.kg + to) = pack_product(k, rk, grow);
+      *reinterpret_cast<uint4*>(args.kr + to) = pack_product(k, rk, rest);
+    }
+  }
+
+  // ---- pairs: nodes of 64 and 32 rows shared out among the warps, below them the warp's own 16 rows ----
+  const int g = lane >> 2, t = lane & 3;
+  const int right64 = 32 + 16 * (warp & 1), left64 = 16 * (warp >> 1);
+  const int left32 = 32 * (warp >> 1), right32 = left32 + 16 + 8 * (warp & 1), row0 = 16 * warp;
+  float acc64[2][2][4] = {}, acc32[1][2][4] = {}, acc16[1][1][4] = {}, acc8[1][1][4] = {}, acc4[1][1][4] = {},
+        acc2[1][1][4] = {};
+  add_pairs<2, 2>(acc64, s, {right64 + g, right64 + 8 + g}, {left64 + g, left64 + 8 + g}, 31, lane);
+  add_pairs<1, 2>(acc32, s, {right32 + g}, {left32 + g, left32 + 8 + g}, left32 + 15, lane);
+  add_level<8>(acc16, s, row0, lane);
+  add_level<4>(acc8, s, row0, lane);
+  add_level<2>(acc4, s, row0, lane);
+  add_level<1>(acc2, s, row0, lane);
+  __syncthreads();
+
+  const uint32_t p = smem_addr(s.pairs.p);
+  zero_fill<kPrepThreads>(p, kSquareTileBytes, tid);
+  __syncthreads();
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+    const int left = left64 + 8 * j + 2 * t;
+    put_pairs(s, acc64[0][j], right64 + g, {left, left + 1}, {true, true});
+    put_pairs(s, acc64[1][j], right64 + 8 + g, {left, left + 1}, {true, true});
+    put_pairs(s, acc32[0][j], right32 + g, {left32 + 8 * j + 2 * t, left32 + 8 * j + 2 * t + 1}, {true, true});
+  }
+  put_level<8>(s, acc16, row0, lane);
+  put_level<4>(s, acc8, row0, lane);
+  put_level<2>(s, acc4, row0, lane);
+  put_level<1>(s, acc2, row0, lane);
+  if (tid < kChunk)
+    *reinterpret_cast<__nv_bfloat16*>(s.pairs.p + group_offset<kChunk>(tid, tid >> 3) + 2 * (tid & 7)) =
+        __float2bfloat16_rn(s.diagonal[tid]);
+  fence_proxy_async();
+  __syncthreads();
+  if (tid == 0) {
+    bulk_store(args.p + image * (kChunk * kChunk), p, kSquareTileBytes);
+    bulk_commit();
+  }
+
+  // ---- T: 8 lanes write a row ----
+  invert_unit_lower(s.x, s.pairs.l, tid, [] { __syncthreads(); });
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int row = 16 * i + (tid >> 3), column = 8 * (tid & 7);
+    uint32_t words[4] = {};
+    if (column <= row) {
+      const float4* x = reinterpret_cast<const float4*>(s.x + row * kTriStride + column);
+      const float4 lo = x[0], hi = x[1];
+      const float values[8] = {lo.x, lo.y, lo.z, lo.w, hi.x, hi.y, hi.z, hi.w};
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        words[e] =
+            pack_bf16(column + 2 * e <= row ? values[2 * e] : 0.f, column + 2 * e + 1 <= row ? values[2 * e + 1] : 0.f);
+    }
+    *reinterpret_cast<uint4*>(args.t + image * (kChunk * kChunk) + group_offset<kChunk>(row, tid & 7) / 2) =
+        make_uint4(words[0], words[1], words[2], words[3]);
+  }
+  if (tid == 0) bulk_wait_read();  // shared memory must outlive the copy
+}
+
+}  // namespace cake::kda
