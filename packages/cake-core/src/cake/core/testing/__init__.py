@@ -23,10 +23,13 @@ from cake.core.testing._memory import (
     spread_view,
 )
 from cake.core.testing._ops import installed_distribution, write_distribution
+from cake.core.testing._ranks import Outcome, Ranks
 
 __all__ = [
     "ErrorReport",
     "Limit",
+    "Outcome",
+    "Ranks",
     "TensorError",
     "assert_bitwise_equal",
     "assert_within",
