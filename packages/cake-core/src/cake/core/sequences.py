@@ -24,7 +24,7 @@ from cake.core.checks import check_boundaries
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CHUNK", "Sequences", "batched", "of_call", "packed", "packed_on_device"]
+__all__ = ["CHUNK", "Sequences", "batched", "host_values", "of_call", "packed", "packed_on_device"]
 
 CHUNK = 64
 
@@ -250,7 +250,7 @@ def of_call(
     if cu_seqlens is not None:
         check_boundaries("cu_seqlens", cu_seqlens)
     if cu_seqlens_cpu is not None:
-        bounds = _host_values("cu_seqlens_cpu", cu_seqlens_cpu)
+        bounds = host_values("cu_seqlens_cpu", cu_seqlens_cpu)
         if cu_seqlens is not None and cu_seqlens.shape[0] != len(bounds):
             raise ValueError(
                 f"cu_seqlens must have as many values as cu_seqlens_cpu, {len(bounds)}, "
@@ -267,7 +267,13 @@ def of_call(
     return packed_on_device(cu_seqlens, tokens)
 
 
-def _host_values(name: str, x: Any) -> list[int]:
+def host_values(name: str, x: Any) -> list[int]:
+    """Boundaries on the host, a CPU tensor or a list of ints, as ints; errors call them `name`.
+
+    Raises:
+        TypeError: neither a tensor nor a list.
+        ValueError: on a device, more than one row, of a wrong dtype, or not ints.
+    """
     if hasattr(x, "device"):
         if x.device.type != "cpu":
             raise ValueError(f"{name} must be on the CPU, got {x.device}")
