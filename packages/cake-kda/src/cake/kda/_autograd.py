@@ -74,7 +74,7 @@ def run(tensors: Tensors, call: Call) -> tuple[torch.Tensor, torch.Tensor | None
         apply: Any = _KimiDeltaAttention.apply
         o, final_state = apply(*tensors.all(), call)
     else:
-        o, final_state, _, _ = _forward(tensors, call, save_states=False)
+        o, final_state, _, _ = forward(tensors, call, save_states=False)
     return o, final_state
 
 
@@ -86,7 +86,7 @@ class _KimiDeltaAttention(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.call = call
         tape = call.route.tape
-        o, final_state, prep, states = _forward(tensors, call, save_states=tape != "inputs")
+        o, final_state, prep, states = forward(tensors, call, save_states=tape != "inputs")
         # Boundaries on the device are saved too: refilled in place before the backward, they raise there.
         saved: dict[str, torch.Tensor | None] = dict(zip(_INPUTS, tensors.all(), strict=True))
         if tape != "inputs":
@@ -117,30 +117,18 @@ class _KimiDeltaAttention(torch.autograd.Function):
         seqs = call.seqs
         if saved["cu_seqlens"] is not None:
             seqs = replace(seqs, cu_device=saved["cu_seqlens"])
-        if not seqs.total:
-            grads = _empty_gradients(tensors, dht, seqs)
-        else:
-            do = tensors.v.new_zeros(tensors.v.shape) if do is None else loadable(do)
-            dht = None if dht is None else dht.contiguous()
-            stages = _stages.stages(call.route.backend)
-            with running_on(tensors.v.device):
-                if call.route.tape == "all":
-                    prep = Prep(**{name: saved[name] for name in Prep.__dataclass_fields__})
-                else:
-                    prep = _prepare(stages, tensors, call, seqs)
-                states = saved["states"]
-                if states is None:
-                    states = _walk_again(stages, tensors, prep, seqs)
-                grads = _backward(
-                    stages, tensors, do, dht, prep, states, seqs, call, ctx.needs_input_grad, ctx.has_state
-                )
+        prep = None
+        if seqs.total and call.route.tape == "all":
+            prep = Prep(**{name: saved[name] for name in Prep.__dataclass_fields__})
         wanted = ctx.needs_input_grad
+        grads = backward(tensors, prep, saved["states"], do, dht, seqs, call, wanted, ctx.has_state)
         return (*(x if need else None for x, need in zip(grads, wanted, strict=False)), None)
 
 
-def _forward(
+def forward(
     x: Tensors, call: Call, *, save_states: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None, Prep | None, torch.Tensor | None]:
+    """Output, final state, `prep`'s results and the states before each chunk, None unless they are saved."""
     seqs = call.seqs
     if not seqs.total:
         final_state = None
@@ -162,6 +150,29 @@ def _forward(
             save_states=save_states,
         )
     return o, final_state, prep, states
+
+
+def backward(
+    x: Tensors,
+    prep: Prep | None,
+    states: torch.Tensor | None,
+    do: torch.Tensor | None,
+    dht: torch.Tensor | None,
+    seqs: Sequences,
+    call: Call,
+    wanted: tuple[bool, ...],
+    has_state: bool,
+) -> tuple[torch.Tensor | None, ...]:
+    """Gradients of the inputs; what of `prep` and `states` is None is made again."""
+    if not seqs.total:
+        return _empty_gradients(x, dht, seqs)
+    do = x.v.new_zeros(x.v.shape) if do is None else loadable(do)
+    dht = None if dht is None else dht.contiguous()
+    stages = _stages.stages(call.route.backend)
+    with running_on(x.v.device):
+        prep = _prepare(stages, x, call, seqs) if prep is None else prep
+        states = _walk_again(stages, x, prep, seqs) if states is None else states
+        return _backward(stages, x, do, dht, prep, states, seqs, call, wanted, has_state)
 
 
 def _prepare(stages: ModuleType, x: Tensors, call: Call, seqs: Sequences) -> Prep:

@@ -60,8 +60,25 @@ def log_decay_backward(raw: torch.Tensor, dg: torch.Tensor, gate: Gate) -> tuple
 def beta_sigmoid(logits: torch.Tensor, allow_neg_eigval: bool) -> torch.Tensor:
     """``sigmoid(logits)``, twice that with `allow_neg_eigval`: fp32 in the shape of the logits."""
     apply: Any = _BetaSigmoid.apply
-    beta: torch.Tensor = apply(logits, 2.0 if allow_neg_eigval else 1.0)
+    beta: torch.Tensor = apply(logits, beta_scale(allow_neg_eigval))
     return beta
+
+
+def beta_scale(allow_neg_eigval: bool) -> float:
+    """The factor of the sigmoid."""
+    return 2.0 if allow_neg_eigval else 1.0
+
+
+def beta_forward(logits: torch.Tensor, scale: float) -> torch.Tensor:
+    """`beta_sigmoid` without its gradient."""
+    return scale * logits.float().sigmoid()
+
+
+def beta_backward(d_beta: torch.Tensor, logits: torch.Tensor, scale: float) -> torch.Tensor:
+    """The gradient of the logits, in their dtype."""
+    x = logits.float()
+    # sigmoid(-x) rather than 1 - sigmoid(x), which loses its digits on the right.
+    return (d_beta * (scale * x.sigmoid() * (-x).sigmoid())).to(logits.dtype)
 
 
 class _BetaSigmoid(torch.autograd.Function):
@@ -70,7 +87,7 @@ class _BetaSigmoid(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(logits)
         ctx.scale = scale
-        return scale * logits.float().sigmoid()
+        return beta_forward(logits, scale)
 
     @staticmethod
     @once_differentiable
@@ -78,8 +95,7 @@ class _BetaSigmoid(torch.autograd.Function):
         if d_beta is None:
             return None, None
         (logits,) = ctx.saved_tensors
-        x = logits.float()
-        return (d_beta * (ctx.scale * x.sigmoid() * (-x).sigmoid())).to(logits.dtype), None
+        return beta_backward(d_beta, logits, ctx.scale), None
 
 
 def _biased(raw: torch.Tensor, gate: Gate) -> torch.Tensor:

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from cake.core import config, sequences
+from cake.core import config, sequences, tracing
 from cake.core.checks import check_number, check_tensor
+from cake.core.launch import ALIGNMENT, is_aligned
 from cake.core.sequences import CHUNK
 from cake.kda import _autograd, _gates, _stages
 from cake.kda._route import Route, Tape, last_route
@@ -61,7 +62,7 @@ def chunk_kda(
 
     Args:
         q: bf16 `[B, T, H, 128]`. q, k, v and g may be strided views, say of one fused projection: their last
-            dimension must be contiguous.
+            dimension must be contiguous, and on a GPU every address and stride a multiple of 16 bytes.
         k: bf16 `[B, T, H, 128]`.
         v: bf16 `[B, T, HV, 128]`, HV a multiple of H: v head h reads q/k head h // (HV / H).
         g: log decay of each key channel, natural log, at most 0: `[B, T, HV, 128]`, fp32 or bf16. Any value
@@ -85,7 +86,7 @@ def chunk_kda(
         return_intermediate_states: not served.
         state_v_first: initial and final states are `[N, HV, V, K]`; a transposing copy each way.
         cu_seqlens: boundaries of packed sequences (B = 1): N + 1 values from 0 to T, int32 or int64, empty
-            sequences allowed. On a GPU they are never read back; the reference backend needs them on the
+            sequences allowed. On a GPU they are never read back, and `backend="torch"` needs them on the
             host. A CPU tensor is checked and used as `cu_seqlens_cpu`.
         cu_seqlens_cpu: the same as a CPU tensor or a list of ints: checked, and no synchronisation. Used
             in place of `cu_seqlens` when both are given.
@@ -110,9 +111,9 @@ def chunk_kda(
         TypeError: not a tensor or a number, a wrong dtype, an unknown argument.
         ValueError: a wrong shape, device or stride, boundaries that don't fit, arguments that contradict each
             other; also an initial or final state under a context.
-        NotImplementedError: CUDA tensors without `backend="torch"` (this version has no kernels),
-            `cp_context`, `return_intermediate_states`, `use_graph`, another chunk size. Every check comes
-            before any launch.
+        NotImplementedError: tensors on a GPU that isn't sm_90 without `backend="torch"`, `cp_context`,
+            `return_intermediate_states`, `use_graph`, another chunk size. Every check comes before any
+            launch.
 
     Gradients: for q, k, v, g, beta, A_log, dt_bias and initial_state, in their dtypes, where asked for. A
     loss on either result alone works; an unused final state leaves every bit as it is. A gradient of o whose
@@ -142,14 +143,46 @@ def chunk_kda(
     scale = HEAD_DIM**-0.5 if scale is None else check_number("scale", scale)
     lower_bound = _check_bound(lower_bound, use_gate_in_kernel, safe_gate)
 
-    _check_inputs(q, k, v, g, beta)
+    if tracing.traced() and cp_context is None:
+        from cake.kda import _ops
+
+        _check_tape(disable_recompute, recompute_state)
+        dt_bias = _check_gate(use_gate_in_kernel, A_log, dt_bias, lower_bound, v.shape[2], q.device)
+        if state_v_first and initial_state is not None:
+            initial_state = initial_state.transpose(-1, -2)
+        o, final_state = _ops.call(
+            q,
+            k,
+            v,
+            g,
+            beta,
+            initial_state,
+            A_log,
+            dt_bias,
+            cu_seqlens,
+            cu_seqlens_cpu,
+            scale=scale,
+            l2norm=bool(use_qk_l2norm_in_kernel),
+            use_gate=bool(use_gate_in_kernel),
+            lower_bound=lower_bound,
+            output_final_state=bool(output_final_state),
+            beta_scale=_gates.beta_scale(allow_neg_eigval) if use_beta_sigmoid_in_kernel else None,
+            variant=variant,
+            disable_recompute=bool(disable_recompute),
+            recompute_state=recompute_state,
+            backend=backend,
+        )
+        if state_v_first and final_state is not None:
+            final_state = final_state.transpose(-1, -2).contiguous()
+        return o, final_state
+
+    check_inputs(q, k, v, g, beta)
+    check_alignment(("q", q), ("k", k), ("v", v), ("g", g))
     device, v_heads = q.device, v.shape[2]
     dt_bias = _check_gate(use_gate_in_kernel, A_log, dt_bias, lower_bound, v_heads, device)
     seqs = sequences.of_call(q.shape[0], q.shape[1], device, cu_seqlens, cu_seqlens_cpu)
     if initial_state is not None:
-        axes = ("V", "K") if state_v_first else ("K", "V")
-        shape = {"N": seqs.n, "HV": v_heads, axes[0]: HEAD_DIM, axes[1]: HEAD_DIM}
-        check_tensor("initial_state", initial_state, shape=shape, dtypes=torch.float32, device=device)
+        check_state(initial_state, seqs.n, v_heads, device, ("V", "K") if state_v_first else ("K", "V"))
         if state_v_first:
             initial_state = initial_state.transpose(-1, -2)
     route = Route(
@@ -158,11 +191,7 @@ def chunk_kda(
         backend=_stages.backend_name(device, backend),
         tape=_tape(disable_recompute, recompute_state),
     )
-    if seqs.boundaries is None:
-        raise ValueError(
-            f"cu_seqlens must be on the CPU, or given as cu_seqlens_cpu, for the backend {route.backend!r}, "
-            f"which reads it on the host; got {device}"
-        )
+    check_readable(seqs, route.backend)
 
     if use_beta_sigmoid_in_kernel:
         beta = _gates.beta_sigmoid(beta, allow_neg_eigval)
@@ -206,9 +235,10 @@ def _check_bound(lower_bound: float | None, use_gate: bool, safe_gate: bool) -> 
     return bound
 
 
-def _check_inputs(
+def check_inputs(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
 ) -> None:
+    """Shapes, dtypes, devices and strides."""
     bf16 = torch.bfloat16
     free: dict[str, int | None] = {"B": None, "T": None, "H": None, "K": HEAD_DIM}
     check_tensor("q", q, shape=free, dtypes=bf16, last_contiguous=True)
@@ -231,6 +261,33 @@ def _check_inputs(
         "g", g, shape={**row, "K": HEAD_DIM}, dtypes=_GATE_DTYPES, device=device, last_contiguous=True
     )
     check_tensor("beta", beta, shape=row, dtypes=_GATE_DTYPES, device=device)
+
+
+def check_alignment(*tensors: tuple[str, torch.Tensor]) -> None:
+    """Whether a GPU can load them as they lie."""
+    for name, x in tensors:
+        if x.device.type == "cuda" and x.shape[1] and not is_aligned(x):
+            raise ValueError(
+                f"{name} must have its address and strides at multiples of {ALIGNMENT} bytes, "
+                f"got address {x.data_ptr():#x}, strides {tuple(x.stride())} of {x.element_size()} bytes"
+            )
+
+
+def check_state(
+    state: torch.Tensor, n: int, v_heads: int, device: torch.device, axes: tuple[str, str] = ("K", "V")
+) -> None:
+    """The initial state of `n` sequences."""
+    shape = {"N": n, "HV": v_heads, axes[0]: HEAD_DIM, axes[1]: HEAD_DIM}
+    check_tensor("initial_state", state, shape=shape, dtypes=torch.float32, device=device)
+
+
+def check_readable(seqs: sequences.Sequences, backend: str) -> None:
+    """Boundaries that the backend can use."""
+    if seqs.boundaries is None and backend == "torch":
+        raise ValueError(
+            f"cu_seqlens must be on the CPU, or given as cu_seqlens_cpu, for the backend {backend!r}, "
+            "which reads it on the host; got one on a GPU"
+        )
 
 
 def _check_gate(
@@ -259,9 +316,13 @@ def _check_gate(
     return dt_bias.reshape(v_heads, HEAD_DIM)
 
 
-def _tape(disable_recompute: bool, recompute_state: bool | None) -> Tape:
+def _check_tape(disable_recompute: bool, recompute_state: bool | None) -> None:
     if disable_recompute and recompute_state:
         raise ValueError("disable_recompute=True and recompute_state=True contradict each other")
+
+
+def _tape(disable_recompute: bool, recompute_state: bool | None) -> Tape:
+    _check_tape(disable_recompute, recompute_state)
     if disable_recompute:
         return "all"
     return "inputs" if config.option("kda", "recompute_state", recompute_state) else "states"

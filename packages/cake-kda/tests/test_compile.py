@@ -1,0 +1,332 @@
+"""The op under tracers: torch.compile, export, checkpoints, dispatch modes. The bits are an eager call's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from cake.core import config
+from cake.core.testing import assert_bitwise_equal
+from cake.kda import _ops, _torch, chunk_kda, last_route
+
+NAMES = ("q", "k", "v", "g", "beta")
+LENGTHS = (100, 64, 63, 65, 128, 129, 1, 2, 130, 77, 192, 9, 90, 31, 32, 33, 96, 70, 30, 7)
+
+
+@pytest.fixture(autouse=True)
+def _compile_anew() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def layer(q: torch.Tensor, *rest: torch.Tensor, **arguments: Any) -> torch.Tensor:
+    """The op with something to fuse before and behind it."""
+    o, _ = chunk_kda(2 * q, *rest, use_qk_l2norm_in_kernel=True, **arguments)
+    return o.float() * 3
+
+
+def whole(*tensors: torch.Tensor, **arguments: Any) -> Any:
+    """The op with every result."""
+    return chunk_kda(*tensors, output_final_state=True, **arguments)
+
+
+def run(function: Callable[..., Any], case: Any, **arguments: Any) -> dict[str, torch.Tensor]:
+    """Results and gradients of one call of `function` on the case's tensors."""
+    inputs = {name: getattr(case, name).detach().clone().requires_grad_() for name in NAMES}
+    for name in ("initial_state", "A_log", "dt_bias"):
+        if arguments.get(name) is not None:
+            arguments[name] = inputs[name] = arguments[name].detach().clone().requires_grad_()
+    if case.boundaries is not None and not {"cu_seqlens", "cu_seqlens_cpu"} & set(arguments):
+        arguments["cu_seqlens"] = torch.tensor(case.boundaries, device=case.q.device)
+    results = function(*(inputs[name] for name in NAMES), **arguments)
+    results = [x for x in (results if isinstance(results, tuple) else (results,)) if x is not None]
+    generator = torch.Generator().manual_seed(1)
+    loss = [torch.randn(x.shape, generator=generator).to(x) for x in results]
+    grads = torch.autograd.grad(results, list(inputs.values()), loss)
+    found = {f"result {i}": x.detach() for i, x in enumerate(results)}
+    return found | {f"d{name}": x for name, x in zip(inputs, grads, strict=True)}
+
+
+def assert_same(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    assert set(found) == set(expected)
+    for name, x in found.items():
+        assert_bitwise_equal(name, x, expected[name])
+
+
+def compiled(function: Callable[..., Any] = layer, **options: Any) -> Callable[..., Any]:
+    options = {"backend": "aot_eager", "fullgraph": True, **options}
+    wrapped: Callable[..., Any] = torch.compile(function, **options)
+    return wrapped
+
+
+@pytest.fixture
+def walks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Grows with every forward walk of the twins."""
+    seen: list[str] = []
+    scan = _torch.scan
+    monkeypatch.setattr(_torch, "scan", lambda *a, **k: seen.append("scan") or scan(*a, **k))
+    return seen
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_layer_stays_whole_and_keeps_its_bits(make: Any, dynamic: bool) -> None:
+    step = compiled(dynamic=dynamic)
+    for tokens in (128, 130, 131):
+        case = make((tokens - 70, 0, 70), (1, 1))
+        assert_same(run(step, case), run(layer, case))
+
+
+def test_twenty_lengths_need_two_more_compilations_at_most(make: Any) -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    step = compiled(backend=counter)
+    for i, tokens in enumerate(LENGTHS):
+        case = make((tokens // 3, tokens - tokens // 3), (1, 1))
+        found = run(step, case)
+        if i % 6 == 0:
+            assert_same(found, run(layer, case))
+    assert counter.frame_count <= 3
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("bound", [None, -5.0])
+def test_states_gates_and_activations_are_traced(make: Any, bound: float | None, recompute: bool) -> None:
+    case = make((70, 64, 1), (1, 2))
+    generator = torch.Generator().manual_seed(2)
+    arguments = {
+        "initial_state": case.initial_state.transpose(-1, -2),
+        "use_gate_in_kernel": True,
+        "safe_gate": bound is not None,
+        "lower_bound": bound,
+        "A_log": torch.rand(2, generator=generator).to(case.q.device),
+        "dt_bias": torch.rand(256, generator=generator).to(case.q.device),
+        "use_beta_sigmoid_in_kernel": True,
+        "allow_neg_eigval": True,
+        "state_v_first": True,
+        "recompute_state": recompute,
+    }
+    assert_same(run(compiled(whole), case, **arguments), run(whole, case, **arguments))
+
+
+def test_keeping_everything_is_keeping_states(make: Any) -> None:
+    case = make((70, 30), (1, 2))
+    assert_same(run(compiled(whole), case, disable_recompute=True), run(whole, case, disable_recompute=True))
+    route = last_route()
+    assert route is not None
+    assert route.tape == "all"
+    run(compiled(whole), case, disable_recompute=True)
+    route = last_route()
+    assert route is not None
+    assert route.tape == "states"
+
+
+def test_inductor_keeps_the_bits(make: Any) -> None:
+    """The default backend: what it fuses is not cake's, so nothing stands before and behind the op here."""
+    case = make((70, 30), (1, 2))
+    found = run(compiled(whole, backend="inductor"), case)
+    assert_same(found, run(whole, case))
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_autocast(make: Any, device: torch.device, inside: bool) -> None:
+    case = make((70, 30), (1, 2))
+
+    def step(*tensors: torch.Tensor, **arguments: Any) -> torch.Tensor:
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=inside):
+            return layer(*tensors, **arguments)
+
+    expected = run(layer, case)
+    for function in (step, compiled(step)):
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=not inside):
+            assert_same(run(function, case), expected)
+
+
+@pytest.mark.parametrize("trace", [False, True])
+def test_a_checkpoint_replays_the_call(make: Any, trace: bool) -> None:
+    def step(*tensors: torch.Tensor, cu_seqlens: torch.Tensor) -> Any:
+        return checkpoint(layer, *tensors, use_reentrant=False, cu_seqlens=cu_seqlens)
+
+    case = make((70, 30), (1, 2))
+    assert_same(run(compiled(step) if trace else step, case), run(layer, case))
+
+
+def test_a_reentrant_checkpoint_replays_the_call(make: Any) -> None:
+    case = make((70, 30), (1, 2))
+    cu_seqlens = torch.tensor(case.boundaries, device=case.q.device)
+    inputs = {name: getattr(case, name).detach().clone().requires_grad_() for name in NAMES}
+    o = checkpoint(lambda *x: layer(*x, cu_seqlens=cu_seqlens), *inputs.values(), use_reentrant=True)
+    o.backward(torch.randn(o.shape, generator=torch.Generator().manual_seed(1)).to(o))
+    found = {"result 0": o.detach()} | {f"d{name}": x.grad for name, x in inputs.items()}
+    assert_same(found, run(layer, case))
+
+
+def choose(policy: CheckpointPolicy, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return policy if op == torch.ops.cake.kda.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@pytest.mark.parametrize("trace", [False, True])
+@pytest.mark.parametrize("policy", [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE])
+def test_a_checkpoints_policy_sees_the_op(
+    device: torch.device, make: Any, walks: list[str], policy: CheckpointPolicy, trace: bool
+) -> None:
+    contexts = partial(create_selective_checkpoint_contexts, partial(choose, policy))
+
+    def step(*tensors: torch.Tensor, cu_seqlens: torch.Tensor) -> Any:
+        return checkpoint(layer, *tensors, use_reentrant=False, context_fn=contexts, cu_seqlens=cu_seqlens)
+
+    case = make((70, 30), (1, 2))
+    expected = run(layer, case)
+    walks.clear()
+    assert_same(run(compiled(step) if trace else step, case), expected)
+    if device.type == "cpu":
+        assert len(walks) == (1 if policy is CheckpointPolicy.MUST_SAVE else 2)
+
+
+def test_a_compiled_region_follows_the_configuration(make: Any) -> None:
+    case = make((70, 30), (1, 2))
+    step = compiled()
+    for variant, recompute in (("det", False), ("fast", False), ("det", True)):
+        config.configure(
+            linear_attention_backend="cake", cake_kda_variant=variant, cake_kda_recompute_state=recompute
+        )
+        run(step, case)
+        route = last_route()
+        assert route is not None
+        assert (route.variant, route.tape) == (variant, "inputs" if recompute else "states")
+
+
+def test_a_traced_fast_is_refused_under_deterministic_algorithms(make: Any) -> None:
+    case = make((70,), (1, 1))
+    step = compiled()
+    config.configure(linear_attention_backend="cake", cake_kda_variant="fast")
+    run(step, case)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(Exception, match="use_deterministic_algorithms"):
+            run(step, case)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_without_gradients(make: Any) -> None:
+    case = make((70, 30), (1, 2))
+    inputs = [getattr(case, name) for name in NAMES]
+    cu_seqlens = torch.tensor(case.boundaries, device=case.q.device)
+    with torch.no_grad():
+        found, expected = (f(*inputs, cu_seqlens=cu_seqlens) for f in (compiled(), layer))
+    assert_bitwise_equal("o", found, expected)
+
+
+class Layer(torch.nn.Module):
+    def forward(self, *tensors: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+        return layer(*tensors, cu_seqlens=cu_seqlens)
+
+
+def test_export_keeps_the_op(make: Any) -> None:
+    case = make((70, 30), (1, 2))
+    inputs = tuple(getattr(case, name) for name in NAMES)
+    given = {"cu_seqlens": torch.tensor(case.boundaries, device=case.q.device)}
+    exported = torch.export.export(Layer(), inputs, given)
+    assert torch.ops.cake.kda.default in [node.target for node in exported.graph.nodes]
+    with torch.no_grad():
+        assert_bitwise_equal("o", exported.module()(*inputs, **given), layer(*inputs, **given))
+
+
+def test_fake_tensors_have_the_shapes(device: torch.device) -> None:
+    with FakeTensorMode():
+        q, k = (torch.empty(2, 100, 3, 128, dtype=torch.bfloat16, device=device) for _ in range(2))
+        v = torch.empty(2, 100, 6, 128, dtype=torch.bfloat16, device=device)
+        g = torch.empty(2, 100, 6, 128, device=device)
+        beta = torch.empty(2, 100, 6, device=device)
+        o, state = chunk_kda(q, k, v, g, beta, output_final_state=True)
+    assert (o.shape, o.dtype, o.device) == (v.shape, v.dtype, v.device)
+    assert state is not None
+    assert (state.shape, state.dtype) == ((2, 6, 128, 128), torch.float32)
+
+
+class Watch(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_an_eager_call_goes_straight_to_its_stages(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make((70, 30), (1, 2))
+    expected = run(layer, case)
+    with Watch() as watch:
+        assert_same(run(layer, case), expected)
+    assert {torch.ops.cake.kda.default, torch.ops.cake.kda_backward.default} <= set(watch.seen)
+    monkeypatch.setattr(_ops, "call", None)
+    assert_same(run(layer, case), expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda t: {"beta": t["beta"][..., :1]},
+            r"beta must be \[B, T, HV\]=\[1, 100, 2\], got \[1, 100, 1\]",
+        ),
+        (lambda t: {"q": t["q"].float()}, "q must be bfloat16, got float32"),
+        (lambda t: {"A_log": torch.zeros(2)}, "A_log is used by use_gate_in_kernel=True alone"),
+        (lambda t: {"cu_seqlens_cpu": [0, 60, 99]}, "cu_seqlens_cpu must end at T=100, got 99"),
+        (lambda t: {"cu_seqlens": torch.tensor([[0, 100]])}, r"cu_seqlens must be \[N \+ 1\]"),
+        (lambda t: {"chunk_size": 32}, "chunk_size must be 64, got 32"),
+    ],
+)
+def test_refusals_say_what_eager_ones_say(make: Any, change: Callable[..., Any], message: str) -> None:
+    case = make((100,), (1, 2), batch=1)
+    tensors = {name: getattr(case, name) for name in NAMES}
+    given = {**tensors, **change(tensors)}
+    for function in (chunk_kda, compiled(chunk_kda)):
+        with pytest.raises(Exception, match=message):
+            function(**given)
+
+
+@pytest.mark.parametrize("form", ["packed", "gate", "recompute"])
+def test_opcheck(make: Any, form: str) -> None:
+    case = make((40, 0, 70), (1, 2))
+    tensors = [getattr(case, name).requires_grad_() for name in NAMES]
+    state = case.initial_state.requires_grad_() if form == "recompute" else None
+    gated = form != "packed"
+    parameters = [torch.rand(2), torch.rand(2, 128)] if gated else [None, None]
+    parameters = [None if x is None else x.to(case.q.device).requires_grad_() for x in parameters]
+    cu, host = torch.tensor(case.boundaries, device=case.q.device), None
+    if form == "recompute":
+        cu, host = None, list(case.boundaries)
+    bound = -5.0 if form == "recompute" else None
+    keep = form != "recompute"
+    args = (
+        *tensors,
+        state,
+        *parameters,
+        cu,
+        host,
+        0.1,
+        True,
+        gated,
+        bound,
+        True,
+        keep,
+        "det",
+        not keep,
+        None,
+    )
+    torch.library.opcheck(torch.ops.cake.kda.default, args)
+
+
+def test_opcheck_of_beta(make: Any) -> None:
+    case = make((70,), (1, 2), batch=1)
+    torch.library.opcheck(torch.ops.cake.kda_beta.default, (case.beta.requires_grad_(), 2.0))
