@@ -13,19 +13,23 @@ from typing import Any
 
 import torch
 
+from cake.core.segments import Segments
 from cake.core.sequences import Sequences
 
 __all__ = ["plan_tables", "plan_words"]
 
 # Kinds of boundaries as `make_plan` numbers them, and how many fit into one launch's parameters.
 UNIFORM, INLINE, INT32, INT64 = range(4)
+CUT = 4  # of segments, added
 INLINE_BOUNDARIES = 1000
+# Added to a boundary where a sequence is cut; `MOST_TOKENS` of a call that is.
+INNER_BOUNDARY = MOST_TOKENS = 1 << 30
 HEADER = 4
 
 
 def plan_words(seqs: Sequences) -> int:
     """int32 words of the tables of a call."""
-    return HEADER + 5 * seqs.n + 4 * seqs.chunk_capacity
+    return HEADER + (6 if isinstance(seqs, Segments) else 5) * seqs.n + 4 * seqs.chunk_capacity
 
 
 def plan_tables(
@@ -42,13 +46,19 @@ def plan_tables(
         device: where the call runs; the current one.
         stream: handle of the stream that the launches go to.
         make_plan, copy_boundaries: the host entries of the op's library.
+
+    Raises:
+        ValueError: segments of a call with 2^30 tokens or more.
     """
+    cut = isinstance(seqs, Segments)
+    if cut and seqs.total >= MOST_TOKENS:
+        raise ValueError(f"a call that is cut must have less than 2^30 tokens, got {seqs.total}")
     words = torch.empty(plan_words(seqs), dtype=torch.int32, device=device)
     kind, host, boundaries = UNIFORM, 0, None
     if seqs.cu_device is not None:
         boundaries = seqs.cu_device
         kind = INT64 if boundaries.dtype == torch.int64 else INT32
-    elif seqs.batch == 1 and seqs.n > 1:
+    elif cut or (seqs.batch == 1 and seqs.n > 1):
         # Held until the launches have read it: the cache may drop it for another thread's call.
         values = _host_boundaries(seqs)
         kind, host = INLINE, values.buffer_info()[0]
@@ -56,10 +66,15 @@ def plan_tables(
             boundaries = torch.empty(seqs.n + 1, dtype=torch.int32, device=device)
             copy_boundaries(boundaries, host, seqs.n + 1, stream)
             kind = INT32
+        kind += CUT if cut else 0
     make_plan(words, kind, host, boundaries, seqs.n, seqs.chunk_capacity, seqs.total, seqs.tokens, stream)
     return words
 
 
 @lru_cache(maxsize=64)
 def _host_boundaries(seqs: Sequences) -> array[int]:
-    return array("i", seqs.boundaries or ())
+    bounds = seqs.host_boundaries()
+    if isinstance(seqs, Segments):
+        inner = (*seqs.opens, False)
+        return array("i", (x + INNER_BOUNDARY * cut for x, cut in zip(bounds, inner, strict=True)))
+    return array("i", bounds)

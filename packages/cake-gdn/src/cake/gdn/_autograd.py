@@ -16,7 +16,8 @@ from torch.autograd.function import once_differentiable
 
 from cake.core.checks import check_saved
 from cake.core.launch import loadable, running_on
-from cake.gdn import _route, _stages
+from cake.core.segments import Segments
+from cake.gdn import _route, _segments, _stages
 from cake.gdn._route import Route
 from cake.gdn._stages import Prep
 from cake.gdn.plan import CHUNK, Sequences
@@ -39,6 +40,18 @@ class Inputs:
 
 
 @dataclass(frozen=True)
+class Walk:
+    """What a forward walk leaves for the backward.
+
+    states: the tape. maps: M of the segments and which of them count, if the call is cut.
+    """
+
+    prep: Prep
+    states: Any
+    maps: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
 class Call:
     """What a call is besides its tensors."""
 
@@ -49,6 +62,13 @@ class Call:
     route: Route
     # Whether a backward can follow.
     differentiable: bool
+    # What is walked in place of whole sequences, if the call is cut.
+    segments: Segments | None = None
+
+    @property
+    def least(self) -> float | None:
+        """Log of the decay below which a pre-scan looks no further back; None where states may grow."""
+        return _segments.LEAST[self.route.variant] if self.l2norm else None
 
 
 def run(
@@ -67,7 +87,7 @@ def run(
         apply: Any = _GatedDeltaRule.apply
         o, final_state = apply(q, k, v, g, beta, initial_state, call)
     else:
-        o, final_state, _, _ = _forward(q, k, v, g, beta, initial_state, call, save_states=False)
+        o, final_state, _ = _forward(q, k, v, g, beta, initial_state, call, save_states=False)
     return o, final_state
 
 
@@ -120,11 +140,13 @@ def forward(
     initial_state: torch.Tensor | None,
     call: Call,
 ) -> tuple[torch.Tensor, torch.Tensor | None, tuple[torch.Tensor | None, ...]]:
-    """Output, final state, and the tape: `Prep` and the states, or nothing where these are made again."""
+    """Output, final state, and the tape: `Prep`, states and maps of segments, or nothing if made again."""
     recompute = call.route.recompute_state
-    o, final_state, prep, states = _forward(q, k, v, g, beta, initial_state, call, save_states=not recompute)
-    tape = () if recompute or prep is None else (prep.t, prep.b, prep.rq, prep.rk, prep.plan, states)
-    return o, final_state, tape
+    o, final_state, walk = _forward(q, k, v, g, beta, initial_state, call, save_states=not recompute)
+    if recompute or walk is None:
+        return o, final_state, ()
+    prep = walk.prep
+    return o, final_state, (prep.t, prep.b, prep.rq, prep.rk, prep.plan, walk.states, *walk.maps)
 
 
 def backward(
@@ -153,11 +175,11 @@ def backward(
     with running_on(made.device):
         if call.route.recompute_state:
             g, initial_state = tape
-            prep, states = _walk_again(stages, q, k, v, beta, g, initial_state, made, seqs, call)
+            walk = _walk_again(stages, q, k, v, beta, g, initial_state, made, seqs, call)
         else:
-            prep, states = Prep(*tape[:5]), tape[5]
-        _expect_tape(stages, prep, states, made, seqs, has_state)
-        return _backward(stages, q, k, v, beta, do, dht, prep, states, made, seqs, call, wanted, has_state)
+            walk = Walk(Prep(*tape[:5]), tape[5], tuple(tape[6:]))
+        _expect_tape(stages, walk, made, call.segments or seqs, has_state or call.segments is not None)
+        return _backward(stages, q, k, v, beta, do, dht, walk, made, seqs, call, wanted, has_state)
 
 
 def _forward(
@@ -170,30 +192,68 @@ def _forward(
     call: Call,
     *,
     save_states: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None, Prep | None, torch.Tensor | None]:
+) -> tuple[torch.Tensor, torch.Tensor | None, Walk | None]:
     if not call.seqs.total:
         final_state = None
         if call.output_final_state and initial_state is None:
             final_state = v.new_zeros((call.seqs.n, v.shape[2], q.shape[3], v.shape[3]), dtype=FP32)
         elif call.output_final_state and initial_state is not None:
             final_state = initial_state.clone(memory_format=torch.contiguous_format)
-        return v.new_empty(v.shape), final_state, None, None
+        return v.new_empty(v.shape), final_state, None
     stages = _stages.stages(call.route.backend)
     with running_on(v.device):
-        prep = stages.prep(q, k, g.float(), beta, call.seqs, l2norm=call.l2norm)
-        o, final_state, states = stages.scan(
+        if initial_state is not None:
+            initial_state = initial_state.contiguous()
+        return _walk(
+            stages,
             q,
             k,
             v,
+            g,
             beta,
-            prep,
+            initial_state,
             call.seqs,
-            scale=call.scale,
-            initial_state=None if initial_state is None else initial_state.contiguous(),
+            call,
             output_final_state=call.output_final_state,
             save_states=save_states,
         )
-    return o, final_state, prep, states
+
+
+def _walk(
+    stages: ModuleType,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    seqs: Sequences,
+    call: Call,
+    **asked: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None, Walk]:
+    """What a forward and a backward without a tape have in common. `asked`: as of `scan`."""
+    cut = call.segments
+    maps: tuple[torch.Tensor, ...] = ()
+    states_in = {}
+    prep = stages.prep(q, k, g.float(), beta, cut or seqs, l2norm=call.l2norm)
+    if cut is not None:
+        states_in["entering"], *kept = _segments.entering(
+            stages, k, v, beta, prep, cut, initial_state, call.least
+        )
+        maps = tuple(kept)
+    o, final_state, states = stages.scan(
+        q,
+        k,
+        v,
+        beta,
+        prep,
+        cut or seqs,
+        scale=call.scale,
+        initial_state=initial_state,
+        **states_in,
+        **asked,
+    )
+    return o, final_state, Walk(prep, states, maps)
 
 
 def _walk_again(
@@ -207,25 +267,15 @@ def _walk_again(
     made: Inputs,
     seqs: Sequences,
     call: Call,
-) -> tuple[Prep, torch.Tensor]:
+) -> Walk:
     check_saved("g", g, made.v_shape[:3], made.g_dtype, made.device)
     if initial_state is not None:
         check_saved("initial_state", initial_state, made.state_shape(seqs), FP32, made.device)
         initial_state = initial_state.contiguous()
-    prep = stages.prep(q, k, g.float(), beta, seqs, l2norm=call.l2norm)
-    _, _, states = stages.scan(
-        q,
-        k,
-        v,
-        beta,
-        prep,
-        seqs,
-        scale=call.scale,
-        initial_state=initial_state,
-        save_states=True,
-        need_output=False,
+    _, _, walk = _walk(
+        stages, q, k, v, g, beta, initial_state, seqs, call, save_states=True, need_output=False
     )
-    return prep, states
+    return walk
 
 
 def _backward(
@@ -236,15 +286,21 @@ def _backward(
     beta: torch.Tensor,
     do: torch.Tensor,
     dht: torch.Tensor | None,
-    prep: Prep,
-    states: torch.Tensor,
+    walk: Walk,
     made: Inputs,
     seqs: Sequences,
     call: Call,
     wanted: tuple[bool, ...],
     has_state: bool,
 ) -> tuple[torch.Tensor | None, ...]:
-    y, adj_states, dh0 = stages.adj(q, k, do, beta, prep, seqs, scale=call.scale, dht=dht, need_dh0=wanted[5])
+    cut, prep, states_in = call.segments, walk.prep, {}
+    if cut is not None:
+        states_in["leaving"] = _segments.leaving(
+            stages, q, k, do, beta, prep, cut, walk.maps, dht, call.scale, call.least
+        )
+    y, adj_states, dh0 = stages.adj(
+        q, k, do, beta, prep, cut or seqs, scale=call.scale, dht=dht, need_dh0=wanted[5], **states_in
+    )
     if not any(wanted[:5]):
         return None, None, None, None, None, dh0
     dq, dk, dv, dbeta, dg = stages.out(
@@ -255,13 +311,13 @@ def _backward(
         y,
         beta,
         prep,
-        states,
+        walk.states,
         adj_states,
-        seqs,
+        cut or seqs,
         scale=call.scale,
         l2norm=call.l2norm,
-        states_edge=has_state,
-        adj_edge=dht is not None,
+        states_edge=has_state or cut is not None,
+        adj_edge=dht is not None or cut is not None,
     )
     return dq, dk, dv, dg.to(made.g_dtype), dbeta.to(made.beta_dtype), dh0
 
@@ -280,9 +336,8 @@ def _empty_gradients(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dg, dbeta, dh0
 
 
-def _expect_tape(
-    stages: ModuleType, prep: Prep, states: torch.Tensor, made: Inputs, seqs: Sequences, has_state: bool
-) -> None:
+def _expect_tape(stages: ModuleType, walk: Walk, made: Inputs, seqs: Sequences, edge: bool) -> None:
+    prep = walk.prep
     heads, dim, v_heads, v_dim = *made.q_shape[2:], *made.v_shape[2:]
     check_saved("t", prep.t, (v_heads, seqs.total, CHUNK), BF16, made.device)
     check_saved("b", prep.b, (v_heads, seqs.total), FP32, made.device)
@@ -290,4 +345,12 @@ def _expect_tape(
     check_saved("rk", prep.rk, (heads, seqs.total), FP32, made.device)
     if prep.plan is not None:
         check_saved("plan", prep.plan, (stages.plan_words(seqs),), torch.int32, made.device)
-    check_saved("states", states, (seqs.slots(has_state), v_heads, v_dim, dim), BF16, made.device)
+    check_saved("states", walk.states, (seqs.slots(edge), v_heads, v_dim, dim), BF16, made.device)
+    for name, x, shape, dtype in zip(
+        ("m", "live"),
+        walk.maps,
+        ((seqs.n, v_heads, dim, dim), (seqs.n, v_heads)),
+        (FP32, torch.int32),
+        strict=False,
+    ):
+        check_saved(name, x, shape, dtype, made.device)

@@ -1,19 +1,36 @@
 """The stages of the op and who runs them: torch twins (`_torch`) on a CPU, CUDA kernels (`_cuda`) on sm_90.
 
-Both modules define the same four functions. H heads of q and k, HV heads of v, `total` flat tokens, chunks
+Both modules define the same functions. H heads of q and k, HV heads of v, `total` flat tokens, chunks
 and slots as in `plan`. q, k [B, T, H, 128] and v, do [B, T, HV, 128] are bf16 with a contiguous last
 dimension and any other strides; g is fp32, beta fp32 or bf16, both [B, T, HV] with any strides; states are
 contiguous fp32 [n, HV, K, V]. None of them is called without tokens.
 
 ``prep(q, k, g, beta, seqs, *, l2norm) -> Prep``
     What both directions share: norms, decays, the chunk inverses.
-``scan(q, k, v, beta, prep, seqs, *, scale, initial_state=None, output_final_state=False, save_states=False,
-need_output=True) -> (o | None, final_state | None, states | None)``
+``scan(q, k, v, beta, prep, seqs, *, scale, initial_state=None, entering=None, output_final_state=False,
+save_states=False, need_output=True) -> (o | None, final_state | None, states | None)``
     The serial forward. `states` is the tape, bf16 [slots, HV, V, K]: the state before each chunk as the
     products used it.
-``adj(q, k, do, beta, prep, seqs, *, scale, dht=None, need_dh0=False) -> (y, adj_states, dh0 | None)``
+``adj(q, k, do, beta, prep, seqs, *, scale, dht=None, leaving=None, need_dh0=False) ->
+(y, adj_states, dh0 | None)``
     The serial adjoint. y bf16 [B, T, HV, 128] is the adjoint of each token's delta, `adj_states` bf16
     [slots, HV, V, K] the adjoint state after each chunk.
+
+Of a call that is cut, `seqs` are its `Segments`, `scan` gets ``entering`` and `adj` gets ``leaving``, fp32
+[segments, HV, K, V]: the states where segments meet. Then initial_state, final_state, dht and dh0 still have
+a row for each sequence, and both tapes a slot for each chunk. `transfer`, `adj_transfer` and `merge` make
+them:
+
+``transfer(k, v, beta, prep, seqs, *, initial_state=None, least=None) -> (b, m, live)``
+    The map S_out = M S_in + B of each segment that another one follows: b fp32 [segments, HV, K, V], m fp32
+    [segments, HV, K, K], live int32 [segments, HV]. Without a segment before it b is the state that leaves,
+    walked from the initial one. Where the decay of a segment is below e^least, M counts as 0: live is 0, m is
+    0, and b may be walked over the last chunks alone. Rows that nobody needs are undefined.
+``adj_transfer(q, k, do, beta, prep, seqs, live, *, scale, dht=None, least=None) -> b``
+    The B of R_in = M^T R_out + B, of each segment with one before it; alike.
+``merge(b, m, chains, n_out, *, live=None, transposed=False, columns=None, out=None) -> states``
+    See `cake.core.state_chain`.
+
 ``out(q, k, v, do, y, beta, prep, states, adj_states, seqs, *, scale, l2norm, states_edge, adj_edge) ->
 (dq, dk, dv, dbeta, dg)``
     The parallel rest of the backward; dq, dk, dv bf16, dbeta and dg fp32. dv may take over y's storage.
@@ -65,6 +82,18 @@ def backend_name(device: torch.device) -> str:
             f"cake.gdn has CUDA kernels for sm_90 alone, got sm_{capability[0]}{capability[1]} ({device})"
         )
     return "cuda"
+
+
+def check_context(backend: str) -> None:
+    """Refuses a context that the backend's stages don't serve.
+
+    Raises:
+        NotImplementedError: no stages for sequences that other ranks go on with.
+    """
+    if backend != "torch":
+        raise NotImplementedError(
+            f"cp_context is served by the torch backend alone, got tensors for the backend {backend!r}"
+        )
 
 
 def stages(backend: str) -> ModuleType:

@@ -11,14 +11,19 @@ beta, q, k, v and dO of 0, so that padded rows add nothing anywhere.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import reduce
 
 import torch
 
 from cake.core import workspace
-from cake.core.tiles import blocks, groups
+from cake.core.edges import Edges
+from cake.core.state_chain import merge
+from cake.core.tiles import Tile, blocks, groups
 from cake.gdn._stages import Prep
 from cake.gdn.plan import CHUNK, Sequences
+
+__all__ = ["adj", "adj_transfer", "merge", "out", "prep", "scan", "transfer"]
 
 BF16 = torch.bfloat16
 LOG2E = 1.4426950408889634
@@ -63,9 +68,11 @@ def scan(
     *,
     scale: float,
     initial_state: torch.Tensor | None = None,
+    entering: torch.Tensor | None = None,
     output_final_state: bool = False,
     save_states: bool = False,
     need_output: bool = True,
+    o: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """The serial forward; see `_stages`. Per chunk, with S the state before it in bf16:
 
@@ -74,43 +81,85 @@ def scan(
     """
     total, heads, dim = seqs.total, q.shape[2], q.shape[3]
     v_heads, v_dim = v.shape[2], v.shape[3]
-    edge = initial_state is not None
-    o = v.new_empty(v.shape) if need_output else None
-    final = q.new_empty((seqs.n, v_heads, dim, v_dim), dtype=torch.float32) if output_final_state else None
+    edges = Edges(seqs, (v_heads, dim, v_dim))
+    edge = edges.on_tape(initial_state)
+    o = None if not need_output else v.new_empty(v.shape) if o is None else o
+    final = edges.empty(v) if output_final_state else None
     states = None
     if save_states:
         states = workspace.take("gdn", "states", (seqs.slots(edge), v_heads, v_dim, dim), BF16, v.device)
     queries, keys = q.reshape(total, heads, dim), k.reshape(total, heads, dim)
     values, beta_rows = v.reshape(total, v_heads, v_dim), beta.reshape(total, v_heads)
     for group in groups(seqs, v_heads, q.device):
-        if initial_state is None:
-            state = q.new_zeros((len(group.members), v_heads, dim, v_dim), dtype=torch.float32)
-        else:
-            state = initial_state[group.ids].float()
+        state = edges.before(group, initial_state, entering, v)
         for chunk, tile in group.steps():
             now = state[: tile.count]
             rounded = _bf16(now)
             if states is not None and (edge or chunk > 0):
                 slots = group.slots(chunk, tile.count, edge, after=False)
                 states[slots] = rounded.mT.to(states.dtype)
-            decay = tile.heads_of(prep.b)
-            grow, fade, last = _decays(decay)
             kc = _grouped(tile.rows(keys), v_heads)
-            norm = _grouped(tile.heads_of(prep.rk), v_heads)
-            residual = tile.rows(values) - (grow * norm)[..., None] * (kc @ rounded)
-            weighted = _bf16(tile.vectors(beta_rows)[..., None] * residual)
-            delta = tile.rows_of(prep.t) @ weighted
+            value, gate = tile.rows(values), tile.vectors(beta_rows)
+            delta = _step(tile, prep, kc, value, gate, rounded, now, _bf16)
             if o is not None:
+                decay = tile.heads_of(prep.b)
+                norm = _grouped(tile.heads_of(prep.rk), v_heads)
                 qc = _grouped(tile.rows(queries), v_heads)
                 q_norm = _grouped(tile.heads_of(prep.rq), v_heads)
-                read = (scale * grow * q_norm)[..., None] * (qc @ rounded)
+                read = (scale * decay.exp2() * q_norm)[..., None] * (qc @ rounded)
                 scores = _scores(qc, kc, q_norm, norm, decay, scale)
                 tile.store(o.view(total, v_heads, v_dim), read + scores @ _bf16(delta))
-            write = kc.mT @ _bf16((fade * norm)[..., None] * delta)
-            torch.addcmul(write, last[..., None, None], now, out=now)
         if final is not None:
-            final[group.ids] = state
+            edges.store_last(group, final, state)
     return o, final, states
+
+
+def transfer(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    beta: torch.Tensor,
+    prep: Prep,
+    seqs: Sequences,
+    *,
+    initial_state: torch.Tensor | None = None,
+    least: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The maps S_out = M S_in + B of segments; see `_stages`.
+
+    B is the walk of `scan` from a zero state. M is the same walk of the unit matrix with v = 0; the operands
+    that hold it are a sum of two bf16, since a map that is chained must be better than one step's rounding.
+    """
+    total, heads, dim = seqs.total, k.shape[2], k.shape[3]
+    v_heads, v_dim = v.shape[2], v.shape[3]
+    edges = Edges(seqs, (v_heads, dim, v_dim))
+    b, m = edges.empty(v, seqs.n), v.new_empty((seqs.n, v_heads, dim, dim), dtype=torch.float32)
+    live = torch.zeros((seqs.n, v_heads), dtype=torch.int32, device=v.device)
+    keys, values = k.reshape(total, heads, dim), v.reshape(total, v_heads, v_dim)
+    beta_rows = beta.reshape(total, v_heads)
+    for group in groups(seqs, v_heads, v.device, edges.followed):
+        start, faded = edges.warm_up(group, prep.b, least)
+        start = torch.tensor(group.counts, device=v.device)[:, None] - start
+        live[group.ids] = (edges.opens(group)[:, None] & ~faded).int()
+        state = torch.where(start[..., None, None] > 0, 0.0, edges.before(group, initial_state, None, v))
+        for chunk, tile in group.steps():
+            begun = (start[: tile.count] <= chunk)[..., None, None]
+            if begun.any():
+                now = state[: tile.count]
+                after = now.clone()
+                kc = _grouped(tile.rows(keys), v_heads)
+                _step(tile, prep, kc, tile.rows(values), tile.vectors(beta_rows), _bf16(now), after, _bf16)
+                now.copy_(torch.where(begun, after, now))
+        b[group.ids] = state
+    for group in groups(seqs, v_heads, v.device, edges.mapped):
+        here = live[group.ids].bool()
+        unit = torch.eye(dim, device=v.device).expand(len(group.members), v_heads, dim, dim)
+        state = unit.contiguous()
+        for _, tile in group.steps() if here.any() else ():
+            now = state[: tile.count]
+            kc = _grouped(tile.rows(keys), v_heads)
+            _step(tile, prep, kc, None, tile.vectors(beta_rows), _two_bf16(now), now, _two_bf16)
+        m[group.ids] = torch.where(here[..., None, None], state, 0.0)
+    return b, m, live
 
 
 def adj(
@@ -123,7 +172,9 @@ def adj(
     *,
     scale: float,
     dht: torch.Tensor | None = None,
+    leaving: torch.Tensor | None = None,
     need_dh0: bool = False,
+    y: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """The serial adjoint; see `_stages`. Chunks in reverse, with R the adjoint after a chunk in bf16:
 
@@ -131,17 +182,15 @@ def adj(
     """
     total, heads, dim = seqs.total, q.shape[2], q.shape[3]
     v_heads, v_dim = do.shape[2], do.shape[3]
-    edge = dht is not None
-    y = do.new_empty(do.shape)
+    edges = Edges(seqs, (v_heads, dim, v_dim))
+    edge = edges.on_tape(dht)
+    y = do.new_empty(do.shape) if y is None else y
     tape = workspace.take("gdn", "adj_states", (seqs.slots(edge), v_heads, v_dim, dim), BF16, do.device)
-    dh0 = q.new_empty((seqs.n, v_heads, dim, v_dim), dtype=torch.float32) if need_dh0 else None
+    dh0 = edges.empty(do) if need_dh0 else None
     queries, keys = q.reshape(total, heads, dim), k.reshape(total, heads, dim)
     grads, beta_rows = do.reshape(total, v_heads, v_dim), beta.reshape(total, v_heads)
     for group in groups(seqs, v_heads, q.device):
-        if dht is None:
-            state = q.new_zeros((len(group.members), v_heads, dim, v_dim), dtype=torch.float32)
-        else:
-            state = dht[group.ids].float()
+        state = edges.after(group, dht, leaving, do)
         for chunk, tile in group.steps(reverse=True):
             now = state[: tile.count]
             rounded = _bf16(now)
@@ -149,22 +198,53 @@ def adj(
             # chunk are the last of the active ones.
             stored = tile.count if edge else group.active(chunk + 1)
             tape[group.slots(chunk, stored, edge, after=True)] = rounded[:stored].mT.to(tape.dtype)
-            decay = tile.heads_of(prep.b)
-            grow, fade, last = _decays(decay)
             qc, kc = _grouped(tile.rows(queries), v_heads), _grouped(tile.rows(keys), v_heads)
-            q_norm = _grouped(tile.heads_of(prep.rq), v_heads)
-            norm = _grouped(tile.heads_of(prep.rk), v_heads)
-            grad = tile.rows(grads)
-            scores = _scores(qc, kc, q_norm, norm, decay, scale)
-            d_delta = (fade * norm)[..., None] * (kc @ rounded) + scores.mT @ grad
-            adjoint = tile.rows_of(prep.t).mT @ _bf16(d_delta)
+            gate = tile.vectors(beta_rows)
+            adjoint = _adjoint_step(tile, prep, qc, kc, tile.rows(grads), gate, scale, rounded, now)
             tile.store(y.view(total, v_heads, v_dim), adjoint)
-            read = qc.mT @ _bf16((scale * grow * q_norm)[..., None] * grad)
-            erase = kc.mT @ _bf16((grow * norm * tile.vectors(beta_rows))[..., None] * adjoint)
-            torch.addcmul(read - erase, last[..., None, None], now, out=now)
         if dh0 is not None:
-            dh0[group.ids] = state
+            edges.store_first(group, dh0, state)
     return y, tape, dh0
+
+
+def adj_transfer(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    do: torch.Tensor,
+    beta: torch.Tensor,
+    prep: Prep,
+    seqs: Sequences,
+    live: torch.Tensor,
+    *,
+    scale: float,
+    dht: torch.Tensor | None = None,
+    least: float | None = None,
+) -> torch.Tensor:
+    """The B of the adjoint maps R_in = M^T R_out + B of segments; see `_stages`."""
+    total, heads, dim = seqs.total, q.shape[2], q.shape[3]
+    v_heads, v_dim = do.shape[2], do.shape[3]
+    edges = Edges(seqs, (v_heads, dim, v_dim))
+    b = edges.empty(do, seqs.n)
+    queries, keys = q.reshape(total, heads, dim), k.reshape(total, heads, dim)
+    grads, beta_rows = do.reshape(total, v_heads, v_dim), beta.reshape(total, v_heads)
+    for group in groups(seqs, v_heads, do.device, edges.opened):
+        reach, faded = edges.warm_up(group, prep.b, least, reverse=True)
+        count = torch.tensor(group.counts, device=do.device)[:, None]
+        # The forward has decided which maps vanish; a segment whose end is known may start late all the same.
+        late = torch.where(edges.goes_on(group)[:, None], live[group.ids] == 0, faded)
+        reach = torch.where(late, reach, count)
+        state = torch.where((reach < count)[..., None, None], 0.0, edges.after(group, dht, None, do))
+        for chunk, tile in group.steps(reverse=True):
+            begun = (reach[: tile.count] > chunk)[..., None, None]
+            if begun.any():
+                now = state[: tile.count]
+                before = now.clone()
+                qc, kc = _grouped(tile.rows(queries), v_heads), _grouped(tile.rows(keys), v_heads)
+                gate = tile.vectors(beta_rows)
+                _adjoint_step(tile, prep, qc, kc, tile.rows(grads), gate, scale, _bf16(now), before)
+                now.copy_(torch.where(begun, before, now))
+        b[group.ids] = state
+    return b
 
 
 def out(
@@ -183,6 +263,7 @@ def out(
     l2norm: bool,
     states_edge: bool,
     adj_edge: bool,
+    into: tuple[torch.Tensor, ...] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The parallel rest of the backward; see `_stages`. Per chunk, from S, R, Y and the rebuilt D alone:
 
@@ -199,8 +280,11 @@ def out(
     """
     total, heads, dim = seqs.total, q.shape[2], q.shape[3]
     v_heads, v_dim = v.shape[2], v.shape[3]
-    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
-    dbeta, dg = (v.new_empty(v.shape[:3], dtype=torch.float32) for _ in range(2))
+    if into is None:
+        dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+        dbeta, dg = (v.new_empty(v.shape[:3], dtype=torch.float32) for _ in range(2))
+    else:
+        dq, dk, dv, dbeta, dg = into
     queries, keys = q.reshape(total, heads, dim), k.reshape(total, heads, dim)
     values, grads = v.reshape(total, v_heads, v_dim), do.reshape(total, v_heads, v_dim)
     adjoints, beta_rows = y.reshape(total, v_heads, v_dim), beta.reshape(total, v_heads)
@@ -247,6 +331,51 @@ def out(
     return dq, dk, dv, dbeta, dg
 
 
+def _step(
+    tile: Tile,
+    prep: Prep,
+    k: torch.Tensor,
+    value: torch.Tensor | None,
+    gate: torch.Tensor,
+    rounded: torch.Tensor,
+    state: torch.Tensor,
+    operand: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Takes the state over a chunk, in place; returns D. `rounded` is the state as products see it."""
+    grow, fade, last = _decays(tile.heads_of(prep.b))
+    norm = _grouped(tile.heads_of(prep.rk), gate.shape[1])
+    erased = (grow * norm)[..., None] * (k @ rounded)
+    weighted = operand(gate[..., None] * (-erased if value is None else value - erased))
+    delta = tile.rows_of(prep.t) @ weighted
+    write = k.mT @ operand((fade * norm)[..., None] * delta)
+    torch.addcmul(write, last[..., None, None], state, out=state)
+    return delta
+
+
+def _adjoint_step(
+    tile: Tile,
+    prep: Prep,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    grad: torch.Tensor,
+    gate: torch.Tensor,
+    scale: float,
+    rounded: torch.Tensor,
+    state: torch.Tensor,
+) -> torch.Tensor:
+    """Takes the adjoint state back over a chunk, in place; returns Y."""
+    decay, v_heads = tile.heads_of(prep.b), gate.shape[1]
+    grow, fade, last = _decays(decay)
+    q_norm, norm = (_grouped(tile.heads_of(x), v_heads) for x in (prep.rq, prep.rk))
+    scores = _scores(q, k, q_norm, norm, decay, scale)
+    d_delta = (fade * norm)[..., None] * (k @ rounded) + scores.mT @ grad
+    adjoint = tile.rows_of(prep.t).mT @ _bf16(d_delta)
+    read = q.mT @ _bf16((scale * grow * q_norm)[..., None] * grad)
+    erase = k.mT @ _bf16((grow * norm * gate)[..., None] * adjoint)
+    torch.addcmul(read - erase, last[..., None, None], state, out=state)
+    return adjoint
+
+
 def _inverse_norm(x: torch.Tensor, total: int, l2norm: bool) -> torch.Tensor:
     """fp32 [H, total]."""
     if not l2norm:
@@ -283,6 +412,12 @@ def _scores(
 def _bf16(x: torch.Tensor) -> torch.Tensor:
     """x rounded to bf16, in fp32."""
     return x.to(torch.bfloat16).float()
+
+
+def _two_bf16(x: torch.Tensor) -> torch.Tensor:
+    """x rounded to a sum of two bf16, in fp32."""
+    high = _bf16(x)
+    return high + _bf16(x - high)
 
 
 def _dot(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

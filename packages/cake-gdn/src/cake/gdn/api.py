@@ -10,7 +10,7 @@ import torch
 from cake.core import config, sequences, tracing
 from cake.core.checks import check_number, check_tensor
 from cake.core.launch import ALIGNMENT, is_aligned
-from cake.gdn import _autograd, _gates, _stages
+from cake.gdn import _autograd, _gates, _segments, _stages
 from cake.gdn._route import Route, last_route
 from cake.gdn.plan import CHUNK, HEAD_DIM
 
@@ -45,6 +45,8 @@ def chunk_gated_delta_rule(
     transpose_state_layout: bool | None = None,
     variant: str | None = None,
     recompute_state: bool | None = None,
+    segments: int | None = None,
+    packing_invariant: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The gated delta rule over sequences of tokens, differentiable.
 
@@ -83,6 +85,11 @@ def chunk_gated_delta_rule(
         transpose_state_layout: the older name of `state_v_first`.
         variant: "det" or "fast" for this call in place of the configured one.
         recompute_state: for this call in place of the configured `--cake-gdn-recompute-state`.
+        segments: into how many segments of whole chunks each sequence is cut, to be walked at once: 1 for
+            none, at most its chunks, and more where one would be longer than 128 chunks. By default
+            `cake.core.segments.plan` decides, from the lengths and HV alone. Several sequences whose
+            boundaries are on the GPU alone stay whole.
+        packing_invariant: plan each sequence as if it were alone in the call.
 
     Returns:
         o, bf16 `[B, T, HV, 128]`, and the final state, fp32 and laid out like `initial_state`, or None.
@@ -101,7 +108,10 @@ def chunk_gated_delta_rule(
     inputs for the backward, `cu_seqlens` included: changing them in place before it raises there.
 
     Determinism: under det the same inputs give the same bits in every call, process and stream, whether
-    states are saved or recomputed; a sequence's bits don't depend on its neighbours in the pack.
+    states are saved or recomputed. A sequence's bits don't depend on its neighbours in the pack as long as it
+    is cut alike; with `packing_invariant` it always is, which can take up to about one and a half times as
+    long in packs that fill the GPU anyway. Another number of segments gives other bits within the same
+    errors.
     """
     if cp_context is not None:
         _refuse_context(initial_state, output_final_state)
@@ -176,6 +186,7 @@ def chunk_gated_delta_rule(
         route=route,
         differentiable=torch.is_grad_enabled()
         and any(x is not None and x.requires_grad for x in (q, k, v, g, beta, initial_state)),
+        segments=_segments.segments_of(seqs, v_heads, route.backend, segments, packing_invariant),
     )
     o, final_state = _autograd.run(q, k, v, g, beta, initial_state, call)
     if state_v_first and final_state is not None:

@@ -1,0 +1,249 @@
+"""Cutting long sequences into segments that are walked at once: the plan, and the segments of a call.
+
+A serial walk takes one step a chunk, and one CTA walks one (sequence, head): few heads and long sequences
+leave most of a GPU idle. So a sequence may be cut into segments. A *pre-scan* finds the affine map
+``S_out = M S_in + B`` of each segment that another one follows, the *merge* chains the maps into the state
+that enters each segment, and then all segments are walked at once.
+
+`plan` decides how many segments each sequence gets: a pure function of chunk counts, heads and a declared
+number of processors, in integers, never of a device. `cut` makes the segments of a call of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from heapq import heappop, heappush
+
+from cake.core.sequences import CHUNK, Sequences
+
+__all__ = ["PROCESSORS", "Cost", "Segments", "cost", "cut", "makespan", "plan", "sizes"]
+
+#: Declared processors of an architecture: what plans count on, whatever the device has.
+PROCESSORS = {"sm_90a": 132}
+#: Longest segments that `plan` chooses from, in chunks. None is longer than a pre-scan may walk.
+LENGTHS = (8, 12, 16, 24, 32, 48, 64, 96, 128)
+MOST_CHUNKS = 128
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Time of the parts of a call, in ns.
+
+    start: of a block, before its first chunk and after its last one.
+    scan, adjoint: of one chunk of one head in the walks of the forward and the backward.
+    transfer: of one chunk of one head in a pre-scan of M, of B and of the backward's B alike. The decay of
+        most heads lets a pre-scan look at a segment's last few chunks only: half the chunks are counted.
+    merge_start, merge: of a merge, and of one of its steps for each 8 columns of a block.
+    """
+
+    start: int = 6000
+    scan: int = 2900
+    adjoint: int = 2900
+    transfer: int = 2400
+    merge_start: int = 8000
+    merge: int = 700
+
+
+COST = Cost()
+
+
+@dataclass(frozen=True, eq=False)
+class Segments(Sequences):
+    """Segments of a call's sequences, as sequences of their own; chunks and their order are the call's.
+
+    `boundaries` are those of the segments, `n` their number. Their tapes have a slot for every chunk.
+
+    sequence: index of the sequence that each segment belongs to.
+    opens: whether the state that enters it comes from a segment before it; else it is the sequence's own.
+    followed: whether another segment goes on with the state that leaves it.
+    whole: the sequences that were cut.
+    """
+
+    sequence: tuple[int, ...]
+    opens: tuple[bool, ...]
+    followed: tuple[bool, ...]
+    whole: Sequences
+
+    @cached_property
+    def chains(self) -> tuple[tuple[tuple[int, int, int], ...], ...]:
+        """Merges of the forward: for each sequence of several segments the steps (b tile, m tile, out row).
+
+        Tiles and rows are numbered by segments; a first segment's own state needs no M (-1).
+        """
+        return tuple(
+            tuple((s, s if self.opens[s] else -1, s + 1) for s in run[:-1])
+            for run in self._runs
+            if len(run) > 1
+        )
+
+    @cached_property
+    def adjoint_chains(self) -> tuple[tuple[tuple[int, int, int], ...], ...]:
+        """Merges of the backward: the same from each sequence's last segment on, with M transposed."""
+        return tuple(
+            tuple((s, s if self.followed[s] else -1, s - 1) for s in reversed(run[1:]))
+            for run in self._runs
+            if len(run) > 1
+        )
+
+    @cached_property
+    def _runs(self) -> tuple[range, ...]:
+        """The segments of each sequence."""
+        first = [s for s in range(self.n) if not s or self.sequence[s] != self.sequence[s - 1]]
+        return tuple(range(a, b) for a, b in zip(first, [*first[1:], self.n], strict=True))
+
+
+def plan(
+    chunk_counts: Sequence[int],
+    heads: int,
+    *,
+    processors: int = PROCESSORS["sm_90a"],
+    segments: int | None = None,
+    packing_invariant: bool = False,
+    rates: Cost | None = None,
+) -> tuple[int, ...]:
+    """Number of segments of each sequence, at least 1.
+
+    The longest segment is one of `LENGTHS`, or sequences stay whole; a sequence is cut into as few segments
+    of equal size as keep to it. The cheapest of these plans wins, if it costs 5 % less than no cut; of equal
+    ones the one with longer segments.
+
+    Args:
+        chunk_counts: chunks of each sequence; 0 for an empty one.
+        heads: v heads.
+        processors: blocks that run at once.
+        segments: this number for every sequence that has as many chunks, else one for each chunk; more where
+            they would be longer than 128 chunks. 1 cuts nothing.
+        packing_invariant: plan each sequence as if it were alone in the call, so that its bits don't depend
+            on what it is packed with. Where the others would fill the processors it is cut all the same, and
+            the call takes up to about one and a half times as long.
+        rates: what the parts of a call take; `COST` by default.
+
+    Raises:
+        ValueError: less than one head, processor or segment.
+    """
+    for name, value in (("heads", heads), ("processors", processors), ("segments", segments)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    counts, rates = tuple(chunk_counts), rates or COST
+    if segments is not None:
+        if segments == 1:
+            return (1,) * len(counts)
+        return tuple(max(1, min(max(segments, -(-count // MOST_CHUNKS)), count)) for count in counts)
+    if packing_invariant:
+        return tuple(_planned((count,), heads, processors, rates)[0] for count in counts)
+    return _planned(counts, heads, processors, rates)
+
+
+def sizes(chunks: int, segments: int) -> tuple[int, ...]:
+    """Chunks of each segment of a sequence: they differ by one at most, longer ones first."""
+    size, longer = divmod(chunks, segments)
+    return (size + 1,) * longer + (size,) * (segments - longer)
+
+
+def cut(seqs: Sequences, counts: Sequence[int]) -> Segments:
+    """The segments of sequences with boundaries known on the host, `counts[s]` of sequence s.
+
+    Raises:
+        ValueError: not one count for each sequence, or one that isn't from 1 to the sequence's chunks (1 for
+            an empty one).
+        RuntimeError: the boundaries exist on a device only.
+    """
+    return _cut(seqs, tuple(counts))
+
+
+@lru_cache(maxsize=16)
+def _cut(seqs: Sequences, counts: tuple[int, ...]) -> Segments:
+    bounds = seqs.host_boundaries()
+    if len(counts) != seqs.n:
+        raise ValueError(f"counts must hold {seqs.n} numbers, one for each sequence, got {len(counts)}")
+    ends, sequence, opens, followed = [bounds[0]], [], [], []
+    for s, (chunks, count) in enumerate(zip(seqs.chunk_counts, counts, strict=True)):
+        if not 1 <= count <= max(chunks, 1):
+            raise ValueError(f"counts[{s}] must be from 1 to {max(chunks, 1)}, got {count}")
+        for i, size in enumerate(sizes(chunks, count)):
+            last = i == count - 1
+            ends.append(bounds[s + 1] if last else ends[-1] + size * CHUNK)
+            sequence.append(s)
+            opens.append(i > 0)
+            followed.append(not last)
+    return Segments(
+        batch=seqs.batch,
+        tokens=seqs.tokens,
+        boundaries=tuple(ends),
+        cu_device=None,
+        n=len(sequence),
+        chunk_capacity=seqs.chunk_capacity,
+        boundary_capacity=seqs.boundary_capacity,
+        sequence=tuple(sequence),
+        opens=tuple(opens),
+        followed=tuple(followed),
+        whole=seqs,
+    )
+
+
+@lru_cache(maxsize=64)
+def _planned(counts: tuple[int, ...], heads: int, processors: int, rates: Cost) -> tuple[int, ...]:
+    whole = (1,) * len(counts)
+    longest = max(counts, default=0)
+    if longest < 2 * LENGTHS[0]:
+        return whole
+    least = cost(counts, whole, heads, processors, rates)
+    best, limit = whole, least - least // 20
+    # No cut makes less of the walks themselves.
+    if sum(counts) * heads * (rates.scan + rates.adjoint) // processors >= limit:
+        return whole
+    for length in reversed(LENGTHS):
+        if length >= longest:
+            continue
+        cuts = tuple(max(1, -(-count // length)) for count in counts)
+        if cuts != best and (here := cost(counts, cuts, heads, processors, rates)) < limit:
+            best, limit = cuts, here
+    return best
+
+
+def cost(counts: Sequence[int], cuts: Sequence[int], heads: int, processors: int, rates: Cost = COST) -> int:
+    """Estimated ns of the serial parts of a forward and a backward with `cuts[s]` segments of sequence s."""
+    walks: list[tuple[int, int]] = []
+    maps: list[tuple[int, int]] = []
+    adjoints: list[tuple[int, int]] = []
+    chains, steps = 0, 0
+    for chunks, segments in zip(counts, cuts, strict=True):
+        if not chunks:
+            continue
+        size, longer = divmod(chunks, segments)
+        walks += [(size + 1, longer * heads), (size, (segments - longer) * heads)]
+        if segments == 1:
+            continue
+        chains, steps = chains + heads, max(steps, segments - 1)
+        # The first segment needs no M and the last one nothing; the backward mirrors it and has no M at all.
+        long_maps = 2 * longer - 1 if longer else 0
+        maps += [(size + 1, long_maps * heads), (size, (2 * segments - 3 - long_maps) * heads)]
+        long_adjoints = max(longer - 1, 0)
+        adjoints += [(size + 1, long_adjoints * heads), (size, (segments - 1 - long_adjoints) * heads)]
+    total = makespan(walks, processors, rates.start, rates.scan)
+    total += makespan(walks, processors, rates.start, rates.adjoint)
+    if steps:
+        total += makespan(maps, processors, rates.start, rates.transfer // 2)
+        total += makespan(adjoints, processors, rates.start, rates.transfer // 2)
+        columns = 1 if chains <= 8 else 2 if chains <= 24 else 4 if chains <= 64 else 8
+        total += 2 * (rates.merge_start + steps * rates.merge * columns)
+    return total
+
+
+def makespan(items: Iterable[tuple[int, int]], processors: int, start: int, rate: int) -> int:
+    """When the last processor is done with items of (chunks, how many): the longest first, to the first free.
+
+    An item takes `start + chunks * rate`.
+    """
+    loads = [(0, processors)]  # (busy until, processors): a heap
+    for chunks, count in sorted(items, reverse=True):
+        while count > 0:
+            load, free = heappop(loads)
+            taken = min(free, count)
+            if taken < free:
+                heappush(loads, (load, free - taken))
+            heappush(loads, (load + start + chunks * rate, taken))
+            count -= taken
+    return max(load for load, _ in loads)

@@ -1,0 +1,144 @@
+"""Chains of affine maps of states, ``S_out = M S_in + B``: their merge on a CPU, and the kernel's choices.
+
+An op carries the kernel (`kernels/state_chain`); how many columns of the state a block of it takes is chosen
+here, in one table. Every choice gives the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+
+from cake.core.checks import check_tensor
+
+__all__ = ["COLUMNS", "Step", "check", "columns_per_block", "merge"]
+
+STATE = 128
+#: Columns of a block that the kernel is built for, and columns of a state that it takes.
+COLUMNS = (8, 16, 32, 64)
+STATE_COLUMNS = (128, 256)
+#: By architecture: (largest n_chains * ncols / 128, columns per block), ascending; the last one has no bound.
+BANDS: dict[str, tuple[tuple[int | None, int], ...]] = {
+    "sm_90a": ((8, 8), (24, 16), (64, 32), (None, 64)),
+}
+
+#: One link of a chain: (tile of B, tile of M or -1 for M = 0, row of the result or -1 where it isn't needed).
+Step = tuple[int, int, int]
+
+
+def columns_per_block(n_chains: int, ncols: int, arch: str, columns: int | None = None) -> int:
+    """Columns per block of a merge.
+
+    Args:
+        n_chains: chains times heads, at least 1.
+        ncols: columns of a state, 128 or 256.
+        arch: as in "sm_90a".
+        columns: this number, if the kernel is built for it.
+
+    Raises:
+        ValueError: anything else, an unknown architecture among it.
+    """
+    if n_chains < 1:
+        raise ValueError(f"n_chains must be at least 1, got {n_chains}")
+    if ncols not in STATE_COLUMNS:
+        raise ValueError(f"ncols must be one of {STATE_COLUMNS}, got {ncols}")
+    if arch not in BANDS:
+        raise ValueError(f"merges are planned for {', '.join(BANDS)}, got architecture {arch!r}")
+    if columns is not None:
+        if columns not in COLUMNS:
+            raise ValueError(f"columns must be one of {COLUMNS}, got {columns}")
+        return columns
+    load = n_chains * ncols // STATE
+    return next(width for most, width in BANDS[arch] if most is None or load <= most)
+
+
+def check(
+    b: torch.Tensor,
+    m: torch.Tensor,
+    chains: Sequence[Sequence[Step]],
+    n_out: int,
+    live: torch.Tensor | None = None,
+    columns: int | None = None,
+) -> None:
+    """Checks the arguments of `merge`.
+
+    Raises:
+        TypeError: a wrong dtype.
+        ValueError: a wrong shape, device or number of columns, no chain, or a step out of range.
+    """
+    heads = b.shape[1] if b.dim() == 4 else None
+    if b.dim() != 4 or b.shape[3] not in STATE_COLUMNS:
+        raise ValueError(f"b must be [tiles, HV, 128, 128 or 256], got {list(b.shape)}")
+    check_tensor(
+        "b", b, shape={"tiles": None, "HV": heads, "K": STATE, "V": b.shape[3]}, dtypes=torch.float32
+    )
+    shape = {"tiles": None, "HV": heads, "K": STATE, "K_in": STATE}
+    check_tensor("m", m, shape=shape, dtypes=torch.float32, device=b.device)
+    if live is not None:
+        shape = {"tiles": m.shape[0], "HV": heads}
+        check_tensor("live", live, shape=shape, dtypes=torch.int32, device=b.device)
+    if columns is not None and columns not in COLUMNS:
+        raise ValueError(f"columns must be one of {COLUMNS}, got {columns}")
+    if not chains or not all(chains):
+        raise ValueError(f"chains must hold a chain, and each a step, got {[len(steps) for steps in chains]}")
+    for at, least, extent, name in ((0, 0, b.shape[0], "b"), (1, -1, m.shape[0], "m"), (2, -1, n_out, "out")):
+        values = [step[at] for step in chain.from_iterable(chains)]
+        if min(values) < least or max(values) >= extent:
+            raise ValueError(
+                f"steps must name tiles of {name} from {least} to {extent - 1}, "
+                f"got {min(values)} to {max(values)}"
+            )
+
+
+def merge(
+    b: torch.Tensor,
+    m: torch.Tensor,
+    chains: Sequence[Sequence[Step]],
+    n_out: int,
+    *,
+    live: torch.Tensor | None = None,
+    transposed: bool = False,
+    columns: int | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """States along chains of affine maps: S = 0, then for each step (bt, mt, row) S <- M[mt] S + B[bt].
+
+    Args:
+        b: fp32 `[tiles, HV, 128, C]`, with C = 128, or 256 where maps themselves are composed.
+        m: fp32 `[tiles, HV, 128, 128]`.
+        chains: for each chain its steps. mt = -1 counts as M = 0; row >= 0 writes the new S to that row of
+            the result, -1 to none. No row twice.
+        n_out: rows of the result; those that no step names are undefined.
+        live: int32 `[tiles of m, HV]`; 0 counts as M = 0 for that head, whatever M holds.
+        transposed: use M^T.
+        columns: columns per block of the kernel, of 8, 16, 32 and 64; no bit depends on it.
+        out: written in place of a new tensor.
+
+    Returns:
+        fp32 `[n_out, HV, 128, C]`.
+
+    Raises:
+        TypeError: a wrong dtype.
+        ValueError: a wrong shape, device or number of columns, no chain, or a step out of range.
+
+    Determinism: products are summed over k ascending, then B is added; on a CPU by torch's own matmul.
+    """
+    check(b, m, chains, n_out, live, columns)
+    if out is None:
+        out = b.new_empty((n_out, *b.shape[1:]))
+    for steps in chains:
+        state: Any = None
+        for b_tile, m_tile, row in steps:
+            if state is None or m_tile < 0:
+                state = b[b_tile]
+            else:
+                product = (m[m_tile].mT if transposed else m[m_tile]) @ state
+                if live is not None:
+                    product = torch.where(live[m_tile, :, None, None] != 0, product, 0.0)
+                state = product + b[b_tile]
+            if row >= 0:
+                out[row] = state
+    return out
