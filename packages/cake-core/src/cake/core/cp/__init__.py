@@ -1,0 +1,32 @@
+"""Context parallelism: packs whose documents lie on several ranks, and the exchange of their states.
+
+KcpContext, build_kcp_context   where the tokens of a pack lie (`_context`, `_partition`)
+forward, backward, Walks        a call in terms of an op's stages (`_run`)
+Plan                            what one rank walks, sends and merges (`_plan`), exchanges (`_exchange`)
+of_call                         the plan of a call under any context; flash-linear-attention's (`_fla`)
+"""
+
+from __future__ import annotations
+
+from cake.core.cp._context import KcpContext, build_kcp_context
+from cake.core.cp._fla import Call, of_call
+from cake.core.cp._partition import LAYOUTS, ConvBoundary, Partition, Piece, partition
+from cake.core.cp._plan import Plan
+from cake.core.cp._run import Forward, Walks, backward, forward
+
+__all__ = [
+    "LAYOUTS",
+    "Call",
+    "ConvBoundary",
+    "Forward",
+    "KcpContext",
+    "Partition",
+    "Piece",
+    "Plan",
+    "Walks",
+    "backward",
+    "build_kcp_context",
+    "forward",
+    "of_call",
+    "partition",
+]

@@ -1,0 +1,111 @@
+"""One exchange: every rank's tiles of maps to every rank, by an all-gather that other work may overlap.
+
+On a CPU each tile ends with a few values that say what it belongs to. Ranks that run different calls at the
+same time (activation checkpointing on some of them only, say) then end with an error and not with wrong
+numbers. A GPU would have to wait for the gather to look at them, so there tiles travel alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["KINDS", "Exchange"]
+
+KINDS = ("forward", "backward")
+# fp32 holds integers below 2^24.
+_DIGITS = 1 << 24
+_TAG = 4
+
+
+class Exchange:
+    """Tiles that this rank sends, and after `wait` everyone's.
+
+    Args:
+        kind: one of `KINDS`.
+        tiles: tiles that every rank sends.
+        heads: v heads.
+        columns: of a tile, whose rows are 128.
+        digest: what the ranks must agree on.
+        device: of the tiles.
+        group: process group, None for the default one; of no use unless `collective`.
+        collective: whether to gather; else everyone's tiles are one's own.
+        tagged: whether tiles on a CPU carry their tag.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        tiles: int,
+        heads: int,
+        columns: int,
+        digest: int,
+        device: torch.device,
+        group: Any,
+        *,
+        collective: bool,
+        tagged: bool = True,
+    ):
+        self._kind, self._group, self._collective = kind, group, collective
+        self._shape = (heads, 128, columns)
+        self._tagged = tagged and collective and device.type == "cpu"
+        self._size = heads * 128 * columns + (_TAG if self._tagged else 0)
+        # Zeros: what a tile of nobody's holds is sent too.
+        self._message = torch.zeros((tiles, self._size), dtype=torch.float32, device=device)
+        if self._tagged:
+            tag = (KINDS.index(kind), digest % _DIGITS, digest // _DIGITS, tiles)
+            self._message[:, -_TAG:] = torch.tensor(tag, dtype=torch.float32)
+        self._gathered = self._message
+        self._work: Any = None
+
+    def tiles(self) -> torch.Tensor:
+        """This rank's tiles, fp32 [tiles, HV, 128, columns], to be written before `start`."""
+        return self._view(self._message)
+
+    def start(self) -> None:
+        """Sends the tiles and returns at once."""
+        if self._collective:
+            world = dist.get_world_size(self._group)
+            self._gathered = self._message.new_empty((world * self._message.shape[0], self._size))
+            self._work = _gather(self._gathered, self._message, self._group)
+
+    def wait(self) -> torch.Tensor:
+        """Everyone's tiles rank by rank, fp32 [world size * tiles, HV, 128, columns].
+
+        Raises:
+            RuntimeError: another rank is gone or late, or runs another call.
+        """
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        if self._tagged:
+            self._check()
+        return self._view(self._gathered)
+
+    def _view(self, tiles: torch.Tensor) -> torch.Tensor:
+        heads, rows, columns = self._shape
+        return tiles[:, : heads * rows * columns].view(-1, heads, rows, columns)
+
+    def _check(self) -> None:
+        mine, everyone = self._message[0, -_TAG:], self._gathered[:, -_TAG:]
+        if bool((everyone == mine).all()):
+            return
+        tiles = self._message.shape[0]
+        other = next(i for i in range(everyone.shape[0]) if not torch.equal(everyone[i], mine))
+        kind = int(everyone[other, 0])
+        runs = KINDS[kind] if 0 <= kind < len(KINDS) else "something else"
+        if runs == self._kind:
+            runs += " of another context"
+        raise RuntimeError(
+            f"ranks of a context must run the same calls in the same order, but while this rank runs the "
+            f"{self._kind} of one, rank {other // tiles} of the group runs the {runs}; is activation "
+            "checkpointing on for some ranks only?"
+        )
+
+
+def _gather(out: torch.Tensor, x: torch.Tensor, group: Any) -> Any:
+    # torch 2.13 has a new name for it and warns of the old one, which is the only one before.
+    gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(out, x, group=group, async_op=True)
