@@ -116,6 +116,14 @@ def test_states_gates_and_activations_are_traced(make: Any, recompute: bool) -> 
     assert_same(run(compiled(whole), case, **arguments), run(whole, case, **arguments))
 
 
+@pytest.mark.parametrize("arguments", [{}, {"segments": 3}, {"packing_invariant": True}], ids=str)
+def test_a_call_is_cut_as_in_eager(make: Any, arguments: dict[str, Any]) -> None:
+    """By default the plan cuts the long sequence, though the tracer knows no length."""
+    case = make((1100, 70), (1, 1))
+    for given in (arguments, {**arguments, "initial_state": case.initial_state}):
+        assert_same(run(compiled(whole, dynamic=True), case, **given), run(whole, case, **given))
+
+
 def test_inductor_keeps_the_bits(make: Any) -> None:
     """The default backend: what it fuses is not cake's, so nothing stands before and behind the op here."""
     case = make((70, 30), (1, 2))
@@ -290,7 +298,7 @@ def test_opcheck(make: Any, form: str) -> None:
     cu = torch.tensor(case.boundaries, device=case.q.device) if form in ("packed", "recompute") else None
     host = list(case.boundaries) if form in ("packed on the host", "no tape") else None
     recompute = form == "recompute"
-    args = (*tensors, state, cu, host, 0.1, True, True, form != "no tape", "det", recompute)
+    args = (*tensors, state, cu, host, 0.1, True, True, form != "no tape", "det", recompute, 2, False)
     torch.library.opcheck(torch.ops.cake.gdn.default, args)
 
 

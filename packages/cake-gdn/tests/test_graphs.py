@@ -1,4 +1,4 @@
-"""CUDA graphs of a forward with its backward: captured once, replayed with new contents, the bits of eager calls."""
+"""CUDA graphs of a forward and backward: captured once, replayed with new contents, bits as of eager."""
 
 from __future__ import annotations
 

@@ -14,9 +14,10 @@ import torch
 
 from cake.core import config
 from cake.core.checks import check_boundaries
+from cake.core.segments import Segments
 from cake.core.sequences import CHUNK, Sequences
 
-__all__ = ["configured", "fake_sequences", "host_boundaries", "traced", "with_room"]
+__all__ = ["configured", "fake_sequences", "host_boundaries", "traced", "with_room", "with_room_of"]
 
 
 def traced() -> bool:
@@ -93,6 +94,11 @@ def with_room(seqs: Sequences) -> Sequences:
     """The same sequences with the room for chunks that `fake_sequences` told the tracer."""
     room = _room(seqs.batch, seqs.tokens, seqs.n)
     return replace(seqs, chunk_capacity=room, boundary_capacity=room)
+
+
+def with_room_of(cut: Segments, whole: Sequences) -> Segments:
+    """Segments with the room of the call's sequences."""
+    return replace(cut, chunk_capacity=whole.chunk_capacity, boundary_capacity=whole.boundary_capacity)
 
 
 def _room(batch: int, tokens: int, n: int) -> int:

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from cake.core import loader, workspace
+from cake.core import loader, state_chain, workspace
+from cake.core.segments import Segments
 from cake.core.tables import plan_tables
 from cake.core.tables import plan_words as plan_words
 from cake.gdn._stages import Prep
@@ -61,6 +62,7 @@ def scan(
     *,
     scale: float,
     initial_state: torch.Tensor | None = None,
+    entering: torch.Tensor | None = None,
     output_final_state: bool = False,
     save_states: bool = False,
     need_output: bool = True,
@@ -88,6 +90,7 @@ def adj(
     *,
     scale: float,
     dht: torch.Tensor | None = None,
+    leaving: torch.Tensor | None = None,
     need_dh0: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """The serial adjoint; see `_stages`."""
@@ -132,6 +135,12 @@ def out(
         dq, dk, y, dbeta, dg, scale, l2norm, _ctas(q.device.index), _stream(q.device),
     )  # fmt: skip
     return dq, dk, y, dbeta, dg
+
+
+def tables(seqs: Sequences, device: torch.device) -> torch.Tensor:
+    """What the kernels read of sequences and chunks, int32."""
+    library = _library("gdn_prep")
+    return plan_tables(seqs, device, _stream(device), library.gdn_plan, library.gdn_boundaries)
 
 
 def logical_states(images: torch.Tensor) -> torch.Tensor:

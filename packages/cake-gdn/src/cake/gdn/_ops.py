@@ -8,14 +8,17 @@ isn't wanted is empty.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from cake.core import config, sequences, tracing
-from cake.gdn import _autograd, _gates, _route, _stages, api
+from cake.core.launch import running_on
+from cake.gdn import _autograd, _gates, _route, _segments, _stages, api
 from cake.gdn._autograd import Call, Inputs
 from cake.gdn._route import Route
+from cake.gdn._stages import Prep
 from cake.gdn.plan import Sequences
 
 FP32 = torch.float32
@@ -40,6 +43,8 @@ def call(
     beta_scale: float | None,
     variant: str | None,
     recompute_state: bool | None,
+    segments: int | None,
+    packing_invariant: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """A traced call: results as of `_autograd.run`. `beta_scale` None: beta is no logit."""
     chosen, recompute = tracing.configured("gdn", variant, "recompute_state", recompute_state)
@@ -51,15 +56,34 @@ def call(
     tensors = (q, k, v, g, beta, initial_state)
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     o, final_state, _ = torch.ops.cake.gdn(
-        *tensors, boundaries, host, scale, l2norm, output_final_state, save, chosen, recompute
+        *tensors,
+        boundaries,
+        host,
+        scale,
+        l2norm,
+        output_final_state,
+        save,
+        chosen,
+        recompute,
+        segments,
+        packing_invariant,
     )
     return o, final_state if output_final_state else None
 
 
 def _call_of(
-    seqs: Sequences, scale: float, l2norm: bool, final: bool, variant: str, recompute: bool, backend: str
+    seqs: Sequences,
+    v_heads: int,
+    scale: float,
+    l2norm: bool,
+    final: bool,
+    route: Route,
+    segments: int | None,
+    packing_invariant: bool,
 ) -> Call:
-    route = Route(path="single", variant=variant, backend=backend, recompute_state=recompute)
+    cut = None
+    if route.backend != "shapes":
+        cut = _segments.segments_of(seqs, v_heads, route.backend, segments, packing_invariant)
     return Call(
         seqs=seqs,
         scale=scale,
@@ -67,6 +91,7 @@ def _call_of(
         output_final_state=final,
         route=route,
         differentiable=False,
+        segments=None if cut is None else tracing.with_room_of(cut, seqs),
     )
 
 
@@ -81,7 +106,7 @@ def _real_sequences(
     mutates_args=(),
     schema="(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial_state, Tensor? cu_seqlens, "
     "SymInt[]? boundaries, float scale, bool l2norm, bool output_final_state, bool save, str variant, "
-    "bool recompute_state) -> (Tensor, Tensor, Tensor[])",
+    "bool recompute_state, int? segments, bool packing_invariant) -> (Tensor, Tensor, Tensor[])",
 )
 def gdn(
     q: torch.Tensor,
@@ -98,6 +123,8 @@ def gdn(
     save: bool,
     variant: str,
     recompute_state: bool,
+    segments: int | None,
+    packing_invariant: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     api.check_alignment(q, k, v)
     seqs = _real_sequences(q, cu_seqlens, boundaries)
@@ -106,12 +133,13 @@ def gdn(
     route = Route("single", config.variant("gdn", variant), backend, recompute_state)
     if seqs.total:
         _route.note(route)
-    made = _call_of(seqs, scale, l2norm, output_final_state, variant, recompute_state or not save, backend)
-    o, final_state, kept = _forward(q, k, v, g, beta, initial_state, made)
-    if kept and seqs.boundaries is not None:
+    made = _call_of(seqs, v.shape[2], scale, l2norm, output_final_state, route, segments, packing_invariant)
+    o, final_state, kept = _forward(q, k, v, g, beta, initial_state, made, save)
+    if kept and (made.segments or seqs).boundaries is not None:
         # Room that no state needs: tracers compare and save what an op returns.
-        first = 0 if initial_state is not None else 1
-        kept[-1][sum(max(count - first, 0) for count in seqs.chunk_counts) :].zero_()
+        first = 0 if initial_state is not None or made.segments is not None else 1
+        counts = (made.segments or seqs).chunk_counts
+        kept[-1][sum(max(count - first, 0) for count in counts) :].zero_()
     return o, final_state, kept
 
 
@@ -123,11 +151,15 @@ def _forward(
     beta: torch.Tensor,
     initial_state: torch.Tensor | None,
     made: Call,
+    save: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    if not save:
+        made = replace(made, route=replace(made.route, recompute_state=True))
     o, final_state, tape = _autograd.forward(q, k, v, g, beta, initial_state, made)
     if final_state is None:
         final_state = q.new_empty(0, dtype=FP32)
-    return o, final_state, [x for x in tape if x is not None]
+    # Tables and maps of segments have sizes that no tracer knows; the backward makes them again.
+    return o, final_state, [x for x in (*tape[:4], *tape[5:6]) if x is not None]
 
 
 @gdn.register_fake
@@ -146,13 +178,16 @@ def _(
     save: bool,
     variant: str,
     recompute_state: bool,
+    segments: int | None,
+    packing_invariant: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     api.check_inputs(q, k, v, g, beta)
     seqs = tracing.fake_sequences(q.shape[0], q.shape[1], cu_seqlens, boundaries)
     if initial_state is not None:
         api.check_state(initial_state, seqs.n, v.shape[2], q.device)
-    made = _call_of(seqs, scale, l2norm, output_final_state, variant, recompute_state or not save, "shapes")
-    return _forward(q, k, v, g, beta, initial_state, made)
+    route = Route("single", variant, "shapes", recompute_state)
+    made = _call_of(seqs, v.shape[2], scale, l2norm, output_final_state, route, segments, packing_invariant)
+    return _forward(q, k, v, g, beta, initial_state, made, save)
 
 
 @torch.library.custom_op(
@@ -160,7 +195,7 @@ def _(
     mutates_args=(),
     schema="(Tensor? do, Tensor? dht, Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, "
     "Tensor? initial_state, Tensor? cu_seqlens, SymInt[]? boundaries, Tensor[] tape, float scale, "
-    "bool l2norm, str variant, bool recompute_state, bool[] wanted) "
+    "bool l2norm, str variant, bool recompute_state, int? segments, bool packing_invariant, bool[] wanted) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def gdn_backward(
@@ -179,16 +214,26 @@ def gdn_backward(
     l2norm: bool,
     variant: str,
     recompute_state: bool,
+    segments: int | None,
+    packing_invariant: bool,
     wanted: Sequence[bool],
 ) -> tuple[torch.Tensor, ...]:
     seqs = _real_sequences(q, cu_seqlens, boundaries)
     backend = _stages.backend_name(q.device)
-    made = _call_of(seqs, scale, l2norm, False, variant, recompute_state, backend)
-    kept: Sequence[Any] = tape
-    if recompute_state:
-        kept = (g, initial_state)
-    elif backend == "torch" and tape:  # the twins make no plan
-        kept = (*tape[:4], None, tape[4])
+    route = Route("single", variant, backend, recompute_state)
+    made = _call_of(seqs, v.shape[2], scale, l2norm, False, route, segments, packing_invariant)
+    kept: Sequence[Any] = (g, initial_state)
+    if tape:
+        stages = _stages.stages(backend)
+        walked = made.segments or seqs
+        with running_on(v.device):
+            plan = stages.tables(walked, v.device) if backend == "cuda" else None
+            kept = (*tape[:4], plan, tape[4])
+            if made.segments is not None:
+                _, *maps = _segments.entering(
+                    stages, k, v, beta, Prep(*kept[:5]), made.segments, initial_state, made.least
+                )
+                kept = (*kept, *maps)
     grads = _autograd.backward(
         q,
         k,
@@ -225,6 +270,8 @@ def _(
     l2norm: bool,
     variant: str,
     recompute_state: bool,
+    segments: int | None,
+    packing_invariant: bool,
     wanted: Sequence[bool],
 ) -> tuple[torch.Tensor, ...]:
     shaped = (q, k, v, g, beta, initial_state)
@@ -235,26 +282,24 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    *tensors, boundaries, scale, l2norm, _final, _save, variant, recompute_state = inputs
+    tensors, boundaries = inputs[: _WANTED + 1], inputs[_WANTED + 1]
+    scale, l2norm, _final, _save, variant, *cut = inputs[_WANTED + 2 :]
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[2])
     ctx.save_for_backward(*tensors, *output[2])
-    ctx.call = (boundaries, scale, l2norm, variant, recompute_state)
+    ctx.boundaries, ctx.call = boundaries, (scale, l2norm, variant, *cut)
 
 
 def _backward(
     ctx: Any, do: torch.Tensor | None, dht: torch.Tensor | None, _tape: Any
 ) -> tuple[torch.Tensor | None, ...]:
-    boundaries, scale, l2norm, variant, recompute_state = ctx.call
-    rest = (None,) * 8
+    rest = (None,) * 10
     if do is None and dht is None:
         return (None,) * _WANTED + rest
     saved = ctx.saved_tensors  # asked once: a checkpoint unpacks at every question
     inputs, tape = saved[: _WANTED + 1], saved[_WANTED + 1 :]
     wanted = list(ctx.needs_input_grad[:_WANTED])
-    grads = torch.ops.cake.gdn_backward(
-        do, dht, *inputs, boundaries, list(tape), scale, l2norm, variant, recompute_state, wanted
-    )
+    grads = torch.ops.cake.gdn_backward(do, dht, *inputs, ctx.boundaries, list(tape), *ctx.call, wanted)
     return (*(x if need else None for x, need in zip(grads, wanted, strict=True)), *rest)
 
 

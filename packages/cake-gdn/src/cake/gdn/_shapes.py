@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from cake.gdn import _cuda
 from cake.gdn._stages import Prep
 from cake.gdn.plan import CHUNK, Sequences
 
@@ -16,15 +15,11 @@ def prep(
 ) -> Prep:
     """See `_stages`."""
     heads, v_heads, total = q.shape[2], g.shape[2], seqs.total
-    plan = None
-    if q.device.type == "cuda":
-        plan = q.new_empty((_cuda.plan_words(seqs),), dtype=torch.int32)
     return Prep(
         t=q.new_empty((v_heads, total, CHUNK), dtype=torch.bfloat16),
         b=q.new_empty((v_heads, total), dtype=torch.float32),
         rq=q.new_empty((heads, total), dtype=torch.float32),
         rk=q.new_empty((heads, total), dtype=torch.float32),
-        plan=plan,
     )
 
 

@@ -152,6 +152,8 @@ def chunk_gated_delta_rule(
             beta_scale=_gates.beta_scale(allow_neg_eigval) if use_beta_sigmoid_in_kernel else None,
             variant=variant,
             recompute_state=recompute_state,
+            segments=segments,
+            packing_invariant=bool(packing_invariant),
         )
         if state_v_first and final_state is not None:
             final_state = final_state.transpose(-1, -2).contiguous()
