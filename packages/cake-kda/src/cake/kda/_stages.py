@@ -1,6 +1,6 @@
 """The stages of the op and who runs them: torch twins (`_torch`), or CUDA kernels (`_cuda`) on sm_90.
 
-Both are modules with the five functions below. H heads of q and k, HV heads of v, `total` flat tokens,
+Both are modules with the functions below. H heads of q and k, HV heads of v, `total` flat tokens,
 chunks and slots as in `cake.core.sequences`. q, k [B, T, H, 128], v, do [B, T, HV, 128] are bf16 and g
 [B, T, HV, 128] is fp32 or bf16, all with a contiguous last dimension and any other strides; beta is fp32 or
 bf16 [B, T, HV] with any strides; states are contiguous fp32 [n, HV, K, V]. `gate` says how g becomes the log
@@ -8,20 +8,36 @@ decay; None: it is one. None of the functions is called without tokens.
 
 ``prep(q, k, g, gate, beta, seqs, *, scale, l2norm) -> Prep``
     What both directions share, chunk by chunk: decayed rows, inner products, the inverses.
-``scan(v, beta, prep, seqs, *, initial_state=None, output_final_state=False, save_states=False,
-need_output=True) -> (o | None, final_state | None, states | None)``
+``scan(v, beta, prep, seqs, *, initial_state=None, entering=None, output_final_state=False,
+save_states=False, need_output=True, o=None) -> (o | None, final_state | None, states | None)``
     The serial forward. `states` is the tape, bf16 [slots, HV, V, K]: the state before each chunk as the
     products used it.
-``adj(do, beta, prep, seqs, *, dht=None, need_dh0=False) -> (y, adj_states, dh0 | None)``
+``adj(do, beta, prep, seqs, *, dht=None, leaving=None, need_dh0=False, y=None) ->
+(y, adj_states, dh0 | None)``
     The serial adjoint. y bf16 [B, T, HV, 128] is the adjoint of each token's delta, `adj_states` bf16
     [slots, HV, V, K] the adjoint state after each chunk.
-``out(q, k, v, g, gate, do, y, beta, prep, states, adj_states, seqs, *, scale, l2norm, states_edge, adj_edge)
--> (dq, dk, dv, dbeta, dg, partials | None)``
+``out(q, k, v, g, gate, do, y, beta, prep, states, adj_states, seqs, *, scale, l2norm, states_edge, adj_edge,
+into=None) -> (dq, dk, dv, dbeta, dg, partials | None)``
     The parallel rest of the backward; dq, dk, dv bf16, dbeta fp32, dg in g's dtype and with respect to g as
     it was given. dv may take over y's storage. With a gate, `partials` fp32 [chunks, HV, 129] holds each
     chunk's share of the gradients of A_log (column 0) and of dt_bias.
 ``reduce(partials) -> (da_log, dbias)``
     Their sums over chunks in a fixed order, fp32 [HV] and [HV, 128].
+
+The torch twins serve more. `seqs` may be a selection of the call's sequences (`Sequences.select`): the walks
+and `out` then write its tokens alone, into `o`, `y` and `into` = (dq, dk, dv, dbeta, dg), and number their
+tapes by the selection; `prep` is always the whole call's. With `Segments`, `entering` and `leaving`, fp32
+[segments, HV, K, V], are the states where segments meet. What makes such states:
+
+``transfer(v, beta, prep, seqs, *, initial_state=None, least=None) -> (b, m, live)``
+    The maps S_out = M S_in + B of sequences or segments: b fp32 [n, HV, K, V], m fp32 [n, HV, K, K], live
+    int32 [n, HV]. A segment without one before it has no M: b is the state that leaves, walked from the
+    initial one. Where the decay is below e^least in every channel, M counts as 0: live is 0, m is 0, and b
+    may be walked over the last chunks alone. Rows of segments that no other one follows are undefined.
+``adj_transfer(do, beta, prep, seqs, live, *, dht=None, least=None) -> b``
+    The B of R_in = M^T R_out + B; alike.
+``merge(b, m, chains, n_out, *, live=None, transposed=False, columns=None, out=None) -> states``
+    See `cake.core.state_chain`.
 """
 
 from __future__ import annotations
@@ -99,6 +115,18 @@ def backend_name(device: torch.device, requested: str | None) -> str:
             f"{reference}"
         )
     return "cuda"
+
+
+def check_context(backend: str) -> None:
+    """Refuses a context that the backend's stages don't serve.
+
+    Raises:
+        NotImplementedError: no stages for sequences that other ranks go on with.
+    """
+    if backend != "torch":
+        raise NotImplementedError(
+            f"cp_context is served by the torch backend alone, got tensors for the backend {backend!r}"
+        )
 
 
 def stages(backend: str) -> ModuleType:

@@ -12,17 +12,22 @@ with beta, q, k, v and dO of 0, so that padded rows add nothing anywhere.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import reduce as fold
 
 import torch
 
 from cake.core import workspace
+from cake.core.edges import Edges
 from cake.core.sequences import CHUNK, Sequences
+from cake.core.state_chain import merge
 from cake.core.tiles import Tile, blocks, groups
 from cake.kda import _pairs
 from cake.kda._gates import log_decay, log_decay_backward
 from cake.kda._pairs import bf16
 from cake.kda._stages import Gate, Prep
+
+__all__ = ["adj", "adj_transfer", "merge", "out", "prep", "reduce", "scan", "transfer"]
 
 BF16 = torch.bfloat16
 LOG2E = 1.4426950408889634
@@ -86,43 +91,87 @@ def scan(
     seqs: Sequences,
     *,
     initial_state: torch.Tensor | None = None,
+    entering: torch.Tensor | None = None,
     output_final_state: bool = False,
     save_states: bool = False,
     need_output: bool = True,
+    o: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """The serial forward; see `_stages`. Per chunk, with S the state before it in bf16:
 
     W = v - Kg S      D = T (beta W)      o = Qg S + P D      S' = 2^(b_C) S + Kr^T D
     """
     total, v_heads, v_dim, dim = seqs.total, v.shape[2], v.shape[3], prep.kg.shape[-1]
-    edge = initial_state is not None
-    o = v.new_empty(v.shape) if need_output else None
-    final = v.new_empty((seqs.n, v_heads, dim, v_dim), dtype=torch.float32) if output_final_state else None
+    edges = Edges(seqs, (v_heads, dim, v_dim))
+    edge = edges.on_tape(initial_state)
+    o = None if not need_output else v.new_empty(v.shape) if o is None else o
+    final = edges.empty(v) if output_final_state else None
     states = _take("states", (seqs.slots(edge), v_heads, v_dim, dim), v) if save_states else None
     values, beta_rows = v.reshape(total, v_heads, v_dim), beta.reshape(total, v_heads)
     for group in groups(seqs, v_heads, v.device):
-        if initial_state is None:
-            state = v.new_zeros((len(group.members), v_heads, dim, v_dim), dtype=torch.float32)
-        else:
-            state = initial_state[group.ids].float()
+        state = edges.before(group, initial_state, entering, v)
         for chunk, tile in group.steps():
             now = state[: tile.count]
             rounded = bf16(now)
             if states is not None and (edge or chunk > 0):
                 slots = group.slots(chunk, tile.count, edge, after=False)
                 states[slots] = rounded.mT.to(states.dtype)
-            residual = tile.rows(values) - tile.rows_of(prep.kg) @ rounded
-            weighted = bf16(tile.vectors(beta_rows)[..., None] * residual)
-            delta = bf16(tile.rows_of(prep.t) @ weighted)
+            last = prep.last[group.chunks(chunk, tile.count)]
+            value, weight = tile.rows(values), tile.vectors(beta_rows)
+            delta = _step(tile, prep, last, value, weight, rounded, now, bf16)
             if o is not None:
                 read = tile.rows_of(prep.qg) @ rounded + tile.rows_of(prep.p) @ delta
                 tile.store(o.view(total, v_heads, v_dim), read)
-            write = tile.rows_of(prep.kr).mT @ delta
-            last = prep.last[group.chunks(chunk, tile.count)][..., None]
-            torch.addcmul(write, last, now, out=now)
         if final is not None:
-            final[group.ids] = state
+            edges.store_last(group, final, state)
     return o, final, states
+
+
+def transfer(
+    v: torch.Tensor,
+    beta: torch.Tensor,
+    prep: Prep,
+    seqs: Sequences,
+    *,
+    initial_state: torch.Tensor | None = None,
+    least: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The maps S_out = M S_in + B of segments; see `_stages`.
+
+    B is the walk of `scan` from a zero state. M is the same walk of the unit matrix with v = 0; the operands
+    that hold it are a sum of two bf16, since a map that is chained must be better than one step's rounding.
+    """
+    total, v_heads, v_dim, dim = seqs.total, v.shape[2], v.shape[3], prep.kg.shape[-1]
+    edges = Edges(seqs, (v_heads, dim, v_dim))
+    b, m = edges.empty(v, seqs.n), v.new_empty((seqs.n, v_heads, dim, dim), dtype=torch.float32)
+    live = torch.zeros((seqs.n, v_heads), dtype=torch.int32, device=v.device)
+    values, beta_rows = v.reshape(total, v_heads, v_dim), beta.reshape(total, v_heads)
+    decays = _decays_at_ends(prep, seqs, least)
+    for group in groups(seqs, v_heads, v.device, edges.followed):
+        reach, faded = edges.warm_up(group, decays, least)
+        start = torch.tensor(group.counts, device=v.device)[:, None] - reach
+        live[group.ids] = (edges.opens(group)[:, None] & ~faded).int()
+        state = torch.where(start[..., None, None] > 0, 0.0, edges.before(group, initial_state, None, v))
+        for chunk, tile in group.steps():
+            begun = (start[: tile.count] <= chunk)[..., None, None]
+            if begun.any():
+                now = state[: tile.count]
+                after = now.clone()
+                last = prep.last[group.chunks(chunk, tile.count)]
+                value, weight = tile.rows(values), tile.vectors(beta_rows)
+                _step(tile, prep, last, value, weight, bf16(now), after, bf16)
+                now.copy_(torch.where(begun, after, now))
+        b[group.ids] = state
+    for group in groups(seqs, v_heads, v.device, edges.mapped):
+        here = live[group.ids].bool()
+        unit = torch.eye(dim, device=v.device).expand(len(group.members), v_heads, dim, dim)
+        state = unit.contiguous()
+        for chunk, tile in group.steps() if here.any() else ():
+            now = state[: tile.count]
+            last = prep.last[group.chunks(chunk, tile.count)]
+            _step(tile, prep, last, None, tile.vectors(beta_rows), _two_bf16(now), now, _two_bf16)
+        m[group.ids] = torch.where(here[..., None, None], state, 0.0)
+    return b, m, live
 
 
 def adj(
@@ -132,23 +181,23 @@ def adj(
     seqs: Sequences,
     *,
     dht: torch.Tensor | None = None,
+    leaving: torch.Tensor | None = None,
     need_dh0: bool = False,
+    y: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """The serial adjoint; see `_stages`. Chunks in reverse, with R the adjoint after a chunk in bf16:
 
     dD = P^T dO + Kr R      Y = T^T dD      R' = 2^(b_C) R + Qg^T dO - Kg^T (beta Y)
     """
     total, v_heads, v_dim, dim = seqs.total, do.shape[2], do.shape[3], prep.kg.shape[-1]
-    edge = dht is not None
-    y = do.new_empty(do.shape)
+    edges = Edges(seqs, (v_heads, dim, v_dim))
+    edge = edges.on_tape(dht)
+    y = do.new_empty(do.shape) if y is None else y
     tape = _take("adj_states", (seqs.slots(edge), v_heads, v_dim, dim), do)
-    dh0 = do.new_empty((seqs.n, v_heads, dim, v_dim), dtype=torch.float32) if need_dh0 else None
+    dh0 = edges.empty(do) if need_dh0 else None
     grads, beta_rows = do.reshape(total, v_heads, v_dim), beta.reshape(total, v_heads)
     for group in groups(seqs, v_heads, do.device):
-        if dht is None:
-            state = do.new_zeros((len(group.members), v_heads, dim, v_dim), dtype=torch.float32)
-        else:
-            state = dht[group.ids].float()
+        state = edges.after(group, dht, leaving, do)
         for chunk, tile in group.steps(reverse=True):
             now = state[: tile.count]
             rounded = bf16(now)
@@ -156,16 +205,48 @@ def adj(
             # chunk are the last of the active ones.
             stored = tile.count if edge else group.active(chunk + 1)
             tape[group.slots(chunk, stored, edge, after=True)] = rounded[:stored].mT.to(tape.dtype)
-            grad = tile.rows(grads)
-            d_delta = tile.rows_of(prep.p).mT @ grad + tile.rows_of(prep.kr) @ rounded
-            adjoint = tile.rows_of(prep.t).mT @ bf16(d_delta)
+            last = prep.last[group.chunks(chunk, tile.count)]
+            adjoint = _adjoint_step(tile, prep, last, tile.rows(grads), tile.vectors(beta_rows), rounded, now)
             tile.store(y.view(total, v_heads, v_dim), adjoint)
-            erase = tile.rows_of(prep.kg).mT @ bf16(tile.vectors(beta_rows)[..., None] * adjoint)
-            last = prep.last[group.chunks(chunk, tile.count)][..., None]
-            torch.addcmul(tile.rows_of(prep.qg).mT @ grad - erase, last, now, out=now)
         if dh0 is not None:
-            dh0[group.ids] = state
+            edges.store_first(group, dh0, state)
     return y, tape, dh0
+
+
+def adj_transfer(
+    do: torch.Tensor,
+    beta: torch.Tensor,
+    prep: Prep,
+    seqs: Sequences,
+    live: torch.Tensor,
+    *,
+    dht: torch.Tensor | None = None,
+    least: float | None = None,
+) -> torch.Tensor:
+    """The B of the adjoint maps R_in = M^T R_out + B of segments; see `_stages`."""
+    total, v_heads, v_dim, dim = seqs.total, do.shape[2], do.shape[3], prep.kg.shape[-1]
+    edges = Edges(seqs, (v_heads, dim, v_dim))
+    b = edges.empty(do, seqs.n)
+    grads, beta_rows = do.reshape(total, v_heads, v_dim), beta.reshape(total, v_heads)
+    decays = _decays_at_ends(prep, seqs, least)
+    for group in groups(seqs, v_heads, do.device, edges.opened):
+        reach, faded = edges.warm_up(group, decays, least, reverse=True)
+        count = torch.tensor(group.counts, device=do.device)[:, None]
+        # The forward has decided which maps vanish; a segment whose end is known may start late all the same.
+        late = torch.where(edges.goes_on(group)[:, None], live[group.ids] == 0, faded)
+        reach = torch.where(late, reach, count)
+        state = torch.where((reach < count)[..., None, None], 0.0, edges.after(group, dht, None, do))
+        for chunk, tile in group.steps(reverse=True):
+            begun = (reach[: tile.count] > chunk)[..., None, None]
+            if begun.any():
+                now = state[: tile.count]
+                before = now.clone()
+                last = prep.last[group.chunks(chunk, tile.count)]
+                grad, weight = tile.rows(grads), tile.vectors(beta_rows)
+                _adjoint_step(tile, prep, last, grad, weight, bf16(now), before)
+                now.copy_(torch.where(begun, before, now))
+        b[group.ids] = state
+    return b
 
 
 def out(
@@ -186,6 +267,7 @@ def out(
     l2norm: bool,
     states_edge: bool,
     adj_edge: bool,
+    into: tuple[torch.Tensor, ...] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """The parallel rest of the backward; see `_stages`. Per chunk, from S, R, Y and the rebuilt D alone:
 
@@ -202,8 +284,11 @@ def out(
     """
     total, heads, dim = seqs.total, q.shape[2], q.shape[3]
     v_heads, v_dim = v.shape[2], v.shape[3]
-    dq, dk, dv, dg = (x.new_empty(x.shape) for x in (q, k, v, g))
-    dbeta = v.new_empty(v.shape[:3], dtype=torch.float32)
+    if into is None:
+        dq, dk, dv, dg = (x.new_empty(x.shape) for x in (q, k, v, g))
+        dbeta = v.new_empty(v.shape[:3], dtype=torch.float32)
+    else:
+        dq, dk, dv, dbeta, dg = into
     partials = None
     if gate is not None:
         partials = v.new_empty((seqs.chunk_capacity, v_heads, 1 + dim), dtype=torch.float32)
@@ -234,7 +319,7 @@ def out(
 
         db = qg * read + live * kg * erased - kr * written + pairs.b
         # A padded last row passes this on to the chunk's last token: the padded db are 0.
-        last = prep.last[slice(*_span(tile))]
+        last = prep.last[list(seqs.chunk_places[slice(*_span(tile))])]
         db[..., -1, :] += (kr * written).sum(-2) + last * (state * adj_state).sum(-2)
         d_log = db.flip(-2).cumsum(-2).flip(-2)
         if gate is None:
@@ -265,6 +350,57 @@ def reduce(partials: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, steps * _FAN_IN - x.shape[0]))
         x = x.view(steps, _FAN_IN, *x.shape[1:]).sum(1)
     return x[0, :, 0], x[0, :, 1:]
+
+
+def _step(
+    tile: Tile,
+    prep: Prep,
+    last: torch.Tensor,
+    value: torch.Tensor | None,
+    weight: torch.Tensor,
+    rounded: torch.Tensor,
+    state: torch.Tensor,
+    operand: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Takes the state over a chunk, in place; returns D. `rounded` is the state as products see it."""
+    erased = tile.rows_of(prep.kg) @ rounded
+    weighted = operand(weight[..., None] * (-erased if value is None else value - erased))
+    delta = operand(tile.rows_of(prep.t) @ weighted)
+    torch.addcmul(tile.rows_of(prep.kr).mT @ delta, last[..., None], state, out=state)
+    return delta
+
+
+def _adjoint_step(
+    tile: Tile,
+    prep: Prep,
+    last: torch.Tensor,
+    grad: torch.Tensor,
+    weight: torch.Tensor,
+    rounded: torch.Tensor,
+    state: torch.Tensor,
+) -> torch.Tensor:
+    """Takes the adjoint state back over a chunk, in place; returns Y."""
+    d_delta = tile.rows_of(prep.p).mT @ grad + tile.rows_of(prep.kr) @ rounded
+    adjoint = tile.rows_of(prep.t).mT @ bf16(d_delta)
+    erase = tile.rows_of(prep.kg).mT @ bf16(weight[..., None] * adjoint)
+    torch.addcmul(tile.rows_of(prep.qg).mT @ grad - erase, last[..., None], state, out=state)
+    return adjoint
+
+
+def _decays_at_ends(prep: Prep, seqs: Sequences, least: float | None) -> torch.Tensor:
+    """log2 of each chunk's whole decay at its last token, [HV, total, K]; no one looks without `least`."""
+    if least is None:
+        return prep.last
+    ends = prep.last.new_zeros((prep.last.shape[1], seqs.total, prep.last.shape[2]))
+    tokens = [start + rows - 1 for _, _, start, rows in seqs.chunks]
+    ends[:, tokens] = prep.last[list(seqs.chunk_places)].log2().transpose(0, 1)
+    return ends
+
+
+def _two_bf16(x: torch.Tensor) -> torch.Tensor:
+    """x rounded to a sum of two bf16, in fp32."""
+    high = bf16(x)
+    return high + bf16(x - high)
 
 
 def _take(role: str, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
