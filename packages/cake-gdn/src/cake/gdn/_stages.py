@@ -8,10 +8,10 @@ contiguous fp32 [n, HV, K, V]. None of them is called without tokens.
 ``prep(q, k, g, beta, seqs, *, l2norm) -> Prep``
     What both directions share: norms, decays, the chunk inverses.
 ``scan(q, k, v, beta, prep, seqs, *, scale, initial_state=None, entering=None, output_final_state=False,
-save_states=False, need_output=True) -> (o | None, final_state | None, states | None)``
+save_states=False, need_output=True, o=None) -> (o | None, final_state | None, states | None)``
     The serial forward. `states` is the tape, bf16 [slots, HV, V, K]: the state before each chunk as the
     products used it.
-``adj(q, k, do, beta, prep, seqs, *, scale, dht=None, leaving=None, need_dh0=False) ->
+``adj(q, k, do, beta, prep, seqs, *, scale, dht=None, leaving=None, need_dh0=False, y=None) ->
 (y, adj_states, dh0 | None)``
     The serial adjoint. y bf16 [B, T, HV, 128] is the adjoint of each token's delta, `adj_states` bf16
     [slots, HV, V, K] the adjoint state after each chunk.
@@ -31,9 +31,13 @@ them:
 ``merge(b, m, chains, n_out, *, live=None, transposed=False, columns=None, out=None) -> states``
     See `cake.core.state_chain`.
 
-``out(q, k, v, do, y, beta, prep, states, adj_states, seqs, *, scale, l2norm, states_edge, adj_edge) ->
-(dq, dk, dv, dbeta, dg)``
+``out(q, k, v, do, y, beta, prep, states, adj_states, seqs, *, scale, l2norm, states_edge, adj_edge,
+into=None) -> (dq, dk, dv, dbeta, dg)``
     The parallel rest of the backward; dq, dk, dv bf16, dbeta and dg fp32. dv may take over y's storage.
+
+In the torch twins `seqs` may also be a selection of the call's sequences (`Sequences.select`): the walks and
+`out` then write its tokens alone, into `o`, `y` and `into` = (dq, dk, dv, dbeta, dg), and number their tapes
+by the selection; `prep` is always the whole call's.
 """
 
 from __future__ import annotations
