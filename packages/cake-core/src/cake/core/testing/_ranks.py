@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import importlib.util
+import inspect
 import multiprocessing
 import os
 import pickle
@@ -22,9 +23,9 @@ from typing import Any
 
 __all__ = ["Outcome", "Ranks"]
 
-#: Seconds after which a collective gives up, and after which a test does.
-COLLECTIVE_TIMEOUT = 30.0
-JOB_TIMEOUT = 90.0
+#: Seconds after which ranks that start give up on each other, and a test on its ranks.
+START_TIMEOUT = 120.0
+JOB_TIMEOUT = 120.0
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Ranks:
         timeout: seconds after which a collective gives up.
     """
 
-    def __init__(self, size: int, timeout: float = COLLECTIVE_TIMEOUT):
+    def __init__(self, size: int, timeout: float = START_TIMEOUT):
         self.size, self._timeout = size, timeout
         self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
@@ -87,13 +88,15 @@ class Ranks:
     def run(self, function: Callable[..., Any], *arguments: Any, world: int | None = None) -> list[Outcome]:
         """Runs `function(group, *arguments)` on the first `world` ranks, by default on all.
 
-        `group` is the process group; None, the default one, where all ranks take part.
+        `group` is the process group; None, the default one, where all ranks take part without a timeout of
+        their own.
 
         Raises:
             AssertionError: a rank hasn't answered in time; all of them are killed.
         """
         world = self.size if world is None else world
-        job = pickle.dumps((function.__code__.co_filename, function.__name__, world, arguments))
+        code = inspect.unwrap(function).__code__
+        job = pickle.dumps((code.co_filename, function.__name__, world, arguments))
         for pipe in self._pipes[:world]:
             pipe.send_bytes(job)
         deadline = time.monotonic() + JOB_TIMEOUT
@@ -133,9 +136,14 @@ def _serve(pipe: Connection, rank: int, size: int, meet: str, timeout: float, pa
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    limit = datetime.timedelta(seconds=timeout)
-    dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=size, timeout=limit)
-    groups = [dist.new_group(list(range(n)), timeout=limit) for n in range(1, size)]
+    patience, limit = (datetime.timedelta(seconds=seconds) for seconds in (START_TIMEOUT, timeout))
+    dist.init_process_group(
+        "gloo", init_method=f"file://{meet}", rank=rank, world_size=size, timeout=patience
+    )
+    dist.barrier()
+    groups: list[Any] = [dist.new_group(list(range(n)), timeout=limit) for n in range(1, size + 1)]
+    if timeout == START_TIMEOUT:
+        groups[-1] = None
     modules: dict[str, ModuleType] = {}
     while os.getppid() == parent:
         try:
@@ -147,8 +155,7 @@ def _serve(pipe: Connection, rank: int, size: int, meet: str, timeout: float, pa
             file, name, world, arguments = pickle.loads(job)
             if file not in modules:
                 modules[file] = _module(file)
-            group = None if world == size else groups[world - 1]
-            value = getattr(modules[file], name)(group, *arguments)
+            value = getattr(modules[file], name)(groups[world - 1], *arguments)
             outcome = Outcome(value, None, "", time.monotonic() - started)
         except Exception as error:
             outcome = Outcome(None, type(error).__name__, traceback.format_exc(), time.monotonic() - started)
