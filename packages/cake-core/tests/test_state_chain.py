@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -56,6 +58,31 @@ def test_into_a_tensor(maps):
     assert state_chain.merge(b, m, CHAINS[1:2], 7, out=out) is out
     assert (out[1:] == 3).all()
     torch.testing.assert_close(out[0], b[5])
+
+
+class TestTables:
+    def test_layout(self):
+        ((table, count),) = state_chain.tables(CHAINS)
+        assert count == 3
+        assert table[:4].tolist() == [0, 4, 5, 7]
+        assert table[4:].tolist() == [x for steps in CHAINS for step in steps for x in step]
+
+    def test_many_chains_take_several_launches(self):
+        chains = tuple(tuple((c, -1, c) for _ in range(1 + c % 7)) for c in range(400))
+        made = state_chain.tables(chains)
+        assert len(made) > 1
+        lengths = []
+        for table, count in made:
+            assert count <= state_chain.MOST_CHAINS
+            ends = table[: count + 1].tolist()
+            assert ends[-1] <= state_chain.MOST_STEPS
+            lengths += [b - a for a, b in itertools.pairwise(ends)]
+            assert len(table) == count + 1 + 3 * ends[-1]
+        assert lengths == [len(steps) for steps in chains]
+
+    def test_a_chain_that_fits_no_launch(self):
+        with pytest.raises(ValueError, match="a chain must have at most 640 steps, got 641"):
+            state_chain.tables((((0, -1, -1),) * 641,))
 
 
 class TestChoice:

@@ -221,8 +221,9 @@ class TestStages:
         # Without T's rounding, and in FP64, the same chunk-wise map: what is left is the operands' rounding.
         case = make((64 * 40,), heads=(1, 1), gate=0.0, beta=1e-3)
         seqs = plan.packed(case.boundaries, case.boundaries[-1])
-        prepared = stages.prep(case.q, case.k, case.g, case.beta, seqs, l2norm=True)
-        _, m, _ = stages.transfer(case.k, case.v, case.beta, prepared, planner.cut(seqs, (40,)))
+        cut = planner.cut(seqs, (40,))
+        prepared = stages.prep(case.q, case.k, case.g, case.beta, cut, l2norm=True)
+        _, m, _ = stages.transfer(case.k, case.v, case.beta, prepared, cut)
         t, rk = prepared.t.double(), prepared.rk.double()
         unit = torch.eye(128, device=device, dtype=torch.float64)
         keys = case.k[0, :, 0].double() * rk[0][:, None]

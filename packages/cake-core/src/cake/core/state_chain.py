@@ -6,7 +6,9 @@ here, in one table. Every choice gives the same bits.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import chain
 from typing import Any
 
@@ -14,9 +16,11 @@ import torch
 
 from cake.core.checks import check_tensor
 
-__all__ = ["COLUMNS", "Step", "check", "columns_per_block", "merge"]
+__all__ = ["COLUMNS", "Step", "check", "columns_per_block", "merge", "tables"]
 
 STATE = 128
+#: Chains and steps of one launch of the kernel.
+MOST_CHAINS, MOST_STEPS = 128, 640
 #: Columns of a block that the kernel is built for, and columns of a state that it takes.
 COLUMNS = (8, 16, 32, 64)
 STATE_COLUMNS = (128, 256)
@@ -84,13 +88,48 @@ def check(
         raise ValueError(f"columns must be one of {COLUMNS}, got {columns}")
     if not chains or not all(chains):
         raise ValueError(f"chains must hold a chain, and each a step, got {[len(steps) for steps in chains]}")
-    for at, least, extent, name in ((0, 0, b.shape[0], "b"), (1, -1, m.shape[0], "m"), (2, -1, n_out, "out")):
-        values = [step[at] for step in chain.from_iterable(chains)]
-        if min(values) < least or max(values) >= extent:
+    spans = _spans(tuple(map(tuple, chains)))
+    for name, least, extent, (low, high) in zip(
+        ("b", "m", "out"), (0, -1, -1), (b.shape[0], m.shape[0], n_out), spans, strict=True
+    ):
+        if low < least or high >= extent:
             raise ValueError(
-                f"steps must name tiles of {name} from {least} to {extent - 1}, "
-                f"got {min(values)} to {max(values)}"
+                f"steps must name tiles of {name} from {least} to {extent - 1}, got {low} to {high}"
             )
+
+
+@lru_cache(maxsize=64)
+def _spans(chains: tuple[tuple[Step, ...], ...]) -> list[tuple[int, int]]:
+    """Least and largest tile of B, tile of M and row that steps name."""
+    columns = zip(*chain.from_iterable(chains), strict=True)
+    return [(min(column), max(column)) for column in columns]
+
+
+@lru_cache(maxsize=64)
+def tables(chains: tuple[tuple[Step, ...], ...]) -> tuple[tuple[array[int], int], ...]:
+    """What launches of the kernel take: int32 tables of whole chains, and how many chains each holds.
+
+    Raises:
+        ValueError: a chain of more than 640 steps.
+    """
+    made: list[tuple[array[int], int]] = []
+    taken: list[tuple[Step, ...]] = []
+
+    def close() -> None:
+        ends = [0]
+        for steps in taken:
+            ends.append(ends[-1] + len(steps))
+        made.append((array("i", (*ends, *chain.from_iterable(chain.from_iterable(taken)))), len(taken)))
+        taken.clear()
+
+    for steps in chains:
+        if len(steps) > MOST_STEPS:
+            raise ValueError(f"a chain must have at most {MOST_STEPS} steps, got {len(steps)}")
+        if len(taken) == MOST_CHAINS or sum(map(len, taken)) + len(steps) > MOST_STEPS:
+            close()
+        taken.append(steps)
+    close()
+    return tuple(made)
 
 
 def merge(

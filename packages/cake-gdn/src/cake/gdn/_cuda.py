@@ -6,6 +6,7 @@ into a CUDA graph. Scratch comes from the workspace pool; what autograd keeps is
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -68,13 +69,13 @@ def scan(
     need_output: bool = True,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """The serial forward; see `_stages`. The tape holds tile images: see `logical_states`."""
-    edge = initial_state is not None
+    edge = initial_state is not None or entering is not None
     o = torch.empty(v.shape, dtype=v.dtype, device=v.device) if need_output else None
-    final_state = _edge_state(seqs, v) if output_final_state else None
+    final_state = _states(_sequences(seqs), v) if output_final_state else None
     states = _tape(seqs, v, edge) if save_states else None
     _library("gdn_scan").gdn_scan(
-        q, k, v, beta, prep.plan, seqs.n, seqs.chunk_capacity,
-        prep.t, prep.b, prep.rq, prep.rk, initial_state, o, final_state, states,
+        q, k, v, beta, prep.plan, seqs.n, _sequences(seqs), seqs.chunk_capacity,
+        prep.t, prep.b, prep.rq, prep.rk, initial_state, entering, o, final_state, states,
         edge, scale, _stream(v.device),
     )  # fmt: skip
     return o, final_state, states
@@ -94,17 +95,81 @@ def adj(
     need_dh0: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """The serial adjoint; see `_stages`."""
-    edge = dht is not None
+    edge = dht is not None or leaving is not None
     y = torch.empty(do.shape, dtype=do.dtype, device=do.device)
     adj_states = workspace.take(
         "gdn", "adj_states", (seqs.slots(edge), do.shape[2], HEAD_DIM, HEAD_DIM), torch.bfloat16, do.device
     )
-    dh0 = _edge_state(seqs, do) if need_dh0 else None
+    dh0 = _states(_sequences(seqs), do) if need_dh0 else None
     _library("gdn_adj").gdn_adj(
-        q, k, do, beta, prep.plan, seqs.n, seqs.chunk_capacity,
-        prep.t, prep.b, prep.rq, prep.rk, dht, y, dh0, adj_states, edge, scale, _stream(do.device),
+        q, k, do, beta, prep.plan, seqs.n, _sequences(seqs), seqs.chunk_capacity,
+        prep.t, prep.b, prep.rq, prep.rk, dht, leaving, y, dh0, adj_states, edge, scale, _stream(do.device),
     )  # fmt: skip
     return y, adj_states, dh0
+
+
+def transfer(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    beta: torch.Tensor,
+    prep: Prep,
+    seqs: Segments,
+    *,
+    initial_state: torch.Tensor | None = None,
+    least: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The maps of segments; see `_stages`."""
+    b, m = (_states(seqs.n, v) for _ in range(2))
+    live = torch.empty((seqs.n, v.shape[2]), dtype=torch.int32, device=v.device)
+    _library("gdn_transfer").gdn_transfer(
+        k, v, beta, prep.plan, seqs.n, _sequences(seqs), seqs.chunk_capacity,
+        prep.t, prep.b, prep.rq, prep.rk, initial_state, b, m, live, least, _stream(v.device),
+    )  # fmt: skip
+    return b, m, live
+
+
+def adj_transfer(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    do: torch.Tensor,
+    beta: torch.Tensor,
+    prep: Prep,
+    seqs: Segments,
+    live: torch.Tensor,
+    *,
+    scale: float,
+    dht: torch.Tensor | None = None,
+    least: float | None = None,
+) -> torch.Tensor:
+    """The adjoint maps' B; see `_stages`."""
+    b = _states(seqs.n, do)
+    _library("gdn_transfer").gdn_adj_transfer(
+        q, k, do, beta, prep.plan, seqs.n, _sequences(seqs), seqs.chunk_capacity,
+        prep.t, prep.b, prep.rq, prep.rk, dht, b, live, least, scale, _stream(do.device),
+    )  # fmt: skip
+    return b
+
+
+def merge(
+    b: torch.Tensor,
+    m: torch.Tensor,
+    chains: Sequence[Sequence[state_chain.Step]],
+    n_out: int,
+    *,
+    live: torch.Tensor | None = None,
+    transposed: bool = False,
+    columns: int | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """See `cake.core.state_chain.merge`, whose arguments, result and errors these are."""
+    state_chain.check(b, m, chains, n_out, live, columns)
+    if out is None:
+        out = b.new_empty((n_out, *b.shape[1:]))
+    width = state_chain.columns_per_block(len(chains) * b.shape[1], b.shape[3], ARCH, columns)
+    library, stream = loader.load("gdn", "affine_merge", arch=ARCH, package="state_chain"), _stream(b.device)
+    for table, count in state_chain.tables(tuple(map(tuple, chains))):
+        library.affine_merge(b, m, live, out, table.buffer_info()[0], count, width, transposed, stream)
+    return out
 
 
 def out(
@@ -176,5 +241,9 @@ def _tape(seqs: Sequences, v: torch.Tensor, edge: bool) -> torch.Tensor:
     )
 
 
-def _edge_state(seqs: Sequences, v: torch.Tensor) -> torch.Tensor:
-    return torch.empty((seqs.n, v.shape[2], HEAD_DIM, HEAD_DIM), dtype=torch.float32, device=v.device)
+def _states(n: int, v: torch.Tensor) -> torch.Tensor:
+    return torch.empty((n, v.shape[2], HEAD_DIM, HEAD_DIM), dtype=torch.float32, device=v.device)
+
+
+def _sequences(seqs: Sequences) -> int:
+    return seqs.whole.n if isinstance(seqs, Segments) else seqs.n

@@ -11,13 +11,20 @@
 
 namespace cake::gdn {
 
+// `kTransfer`: of a pre-scan (gdn_transfer.cuh), which keeps the last state alone.
+template <bool kTransfer>
+__device__ __forceinline__ Edges adj_edges(const WalkArgs& args, const Walk& walk) {
+  return kTransfer ? transfer_edges<false>(args.plan, walk, args.v_heads, args.edge_in, args.edge_out)
+                   : edges_of<false>(args.plan, walk, args.v_heads, args.edge_in, args.inner, args.edge_out);
+}
+
+template <bool kTransfer>
 __device__ __forceinline__ void adj_states(WalkShared& s, const WalkArgs& args, const Walk& walk, int thread) {
   const int lane = thread & 31, warp = thread >> 5;
   const int channel0 = 16 * warp;  // the warp's first row of R^T
-  const int64_t edge = (int64_t(walk.index) * args.v_heads + walk.v_head) * kHeadDim * kHeadDim;
 
   float state[64];
-  load_edge(state, args.edge_in ? args.edge_in + edge : nullptr, channel0, lane);
+  load_edge(state, adj_edges<kTransfer>(args, walk).in, channel0, lane);
 
   RingState<kStages> at;
   RingState<kHelperStages> help_at;
@@ -36,10 +43,12 @@ __device__ __forceinline__ void adj_states(WalkShared& s, const WalkArgs& args, 
     wgmma_fence();
     gemm_rs<Major::K, kChunk, 8>(e, a, k, false);
     wgmma_commit();
-    const int64_t slot = adjoint_slot(walk.sequence, chunk, chunk == walk.chunks - 1, args.edge_slots);
-    if (slot >= 0)
-      store_state(smem_addr(s.state), args.states + (slot * args.v_heads + walk.v_head) * kHeadDim * kHeadDim, a,
-                  channel0, lane);
+    if constexpr (!kTransfer) {
+      const int64_t slot = adjoint_slot(walk.sequence, chunk, chunk == walk.chunks - 1, args.edge_slots);
+      if (slot >= 0)
+        store_state(smem_addr(s.state), args.states + (slot * args.v_heads + walk.v_head) * kHeadDim * kHeadDim, a,
+                    channel0, lane);
+    }
     uint32_t grad[4][4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) ldmatrix_trans(grad[j], frag_address_trans<kChunk>(x, channel0, j, lane));
@@ -87,37 +96,42 @@ __device__ __forceinline__ void adj_states(WalkShared& s, const WalkArgs& args, 
     pin(y);
     uint32_t update[4][4], out[4][4];
     to_frag_scaled(update, y, f.c, lane);
-    to_frag(out, y);
+    if constexpr (!kTransfer) to_frag(out, y);
     pin(update);
     wgmma_fence();
     gemm_rs<Major::MN, kChunk, 4>(state, update, k, true);
     wgmma_commit();
-    leave_channels(x, out, channel0, lane);
+    if constexpr (!kTransfer) leave_channels(x, out, channel0, lane);
     wgmma_wait<0>();
     pin(state);
     s.ring.signal_empty(at, lane);
     s.helped.signal_empty(help_at, lane);
   }
-  if (args.edge_out) store_edge(args.edge_out + edge, state, channel0, lane);
-  if (lane == 0) bulk_wait();  // shared memory must outlive the copies
+  const Edges edges = adj_edges<kTransfer>(args, walk);
+  if (edges.out) store_edge(edges.out, state, channel0, lane);
+  if (!kTransfer && lane == 0) bulk_wait();  // shared memory must outlive the copies
 }
 
-static __global__ void __launch_bounds__(kWalkThreads, 1) adj_kernel(const __grid_constant__ WalkArgs args) {
+template <bool kTransfer>
+__device__ __forceinline__ void adj_walk(const WalkArgs& args, const Walk& walk) {
   extern __shared__ __align__(1024) uint8_t raw[];
   WalkShared& s = *reinterpret_cast<WalkShared*>(raw);
-  const Walk walk = walk_of(args.plan, args.v_heads, args.group, blockIdx.x);
-  walk_init(s, threadIdx.x);
+  walk_init<true>(s, threadIdx.x);
   const Role role = static_cast<Role>(threadIdx.x / 128);
   if (role == Role::kProducer) {
     registers_shrink<kProducerRegisters>();
-    produce<false, true>(s, args, walk, threadIdx.x % 128);
+    produce<false, !kTransfer, true, true>(s, args, walk, threadIdx.x % 128);
   } else if (role == Role::kHelper) {
     registers_shrink<kHelperRegisters>();
-    help<false>(s, args, walk, threadIdx.x % 128);
+    help<false, true>(s, args, walk, threadIdx.x % 128);
   } else {
     registers_grow<kStateRegisters>();
-    adj_states(s, args, walk, threadIdx.x);
+    adj_states<kTransfer>(s, args, walk, threadIdx.x);
   }
+}
+
+static __global__ void __launch_bounds__(kWalkThreads, 1) adj_kernel(const __grid_constant__ WalkArgs args) {
+  adj_walk<false>(args, walk_of(args.plan, args.v_heads, args.group, blockIdx.x));
 }
 
 }  // namespace cake::gdn

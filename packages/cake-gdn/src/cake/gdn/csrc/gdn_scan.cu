@@ -5,13 +5,14 @@
 
 namespace cake::gdn {
 
-void gdn_scan(TensorView q, TensorView k, TensorView v, TensorView beta, TensorView plan, int64_t n,
+void gdn_scan(TensorView q, TensorView k, TensorView v, TensorView beta, TensorView plan, int64_t n, int64_t sequences,
               int64_t chunk_capacity, TensorView t, TensorView b, TensorView rq, TensorView rk,
-              Optional<TensorView> initial_state, Optional<TensorView> o, Optional<TensorView> final_state,
-              Optional<TensorView> states, bool edge_slots, double scale, int64_t stream) {
+              Optional<TensorView> initial_state, Optional<TensorView> entering, Optional<TensorView> o,
+              Optional<TensorView> final_state, Optional<TensorView> states, bool edge_slots, double scale,
+              int64_t stream) {
   DeviceGuard guard(q.device().device_id);
-  const WalkArgs args = walk_args(q, k, v, beta, plan, n, chunk_capacity, t, b, rq, rk, initial_state, o, final_state,
-                                  states, edge_slots, scale);
+  const WalkArgs args = walk_args(q, k, v, beta, plan, n, sequences, entering.has_value(), chunk_capacity, t, b, rq, rk,
+                                  initial_state, entering, o, final_state, states, edge_slots, scale);
   const auto kernel = o.has_value() ? (states.has_value() ? scan_kernel<true, true> : scan_kernel<true, false>)
                                     : (states.has_value() ? scan_kernel<false, true> : scan_kernel<false, false>);
   launch("gdn_scan", kernel, dim3(n * args.v_heads), kWalkThreads, sizeof(WalkShared), stream_of(stream), args);

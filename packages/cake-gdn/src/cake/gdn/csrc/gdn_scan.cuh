@@ -17,10 +17,12 @@ template <bool kOutput, bool kTape>
 __device__ __forceinline__ void scan_states(WalkShared& s, const WalkArgs& args, const Walk& walk, int thread) {
   const int lane = thread & 31, warp = thread >> 5;
   const int channel0 = 16 * warp;  // the warp's first row of S^T
-  const int64_t edge = (int64_t(walk.index) * args.v_heads + walk.v_head) * kHeadDim * kHeadDim;
 
   float state[64];
-  load_edge(state, args.edge_in ? args.edge_in + edge : nullptr, channel0, lane);
+  {
+    const Edges edges = edges_of<true>(args.plan, walk, args.v_heads, args.edge_in, args.inner, nullptr);
+    load_edge(state, edges.in, channel0, lane);
+  }
 
   RingState<kStages> at;
   RingState<kHelperStages> help_at;
@@ -114,7 +116,8 @@ __device__ __forceinline__ void scan_states(WalkShared& s, const WalkArgs& args,
     s.ring.signal_empty(at, lane);
     s.helped.signal_empty(help_at, lane);
   }
-  if (args.edge_out) store_edge(args.edge_out + edge, state, channel0, lane);
+  const Edges edges = edges_of<true>(args.plan, walk, args.v_heads, nullptr, args.inner, args.edge_out);
+  if (edges.out) store_edge(edges.out, state, channel0, lane);
   if (kTape && lane == 0) bulk_wait();  // shared memory must outlive the copies
 }
 
@@ -123,14 +126,14 @@ static __global__ void __launch_bounds__(kWalkThreads, 1) scan_kernel(const __gr
   extern __shared__ __align__(1024) uint8_t raw[];
   WalkShared& s = *reinterpret_cast<WalkShared*>(raw);
   const Walk walk = walk_of(args.plan, args.v_heads, args.group, blockIdx.x);
-  walk_init(s, threadIdx.x);
+  walk_init<kOutput>(s, threadIdx.x);
   const Role role = static_cast<Role>(threadIdx.x / 128);
   if (role == Role::kProducer) {
     registers_shrink<kProducerRegisters>();
-    produce<true, kOutput>(s, args, walk, threadIdx.x % 128);
+    produce<true, kOutput, kOutput, true>(s, args, walk, threadIdx.x % 128);
   } else if (role == Role::kHelper) {
     registers_shrink<kHelperRegisters>();
-    help<true>(s, args, walk, threadIdx.x % 128);
+    help<true, kOutput>(s, args, walk, threadIdx.x % 128);
   } else {
     registers_grow<kStateRegisters>();
     scan_states<kOutput, kTape>(s, args, walk, threadIdx.x);

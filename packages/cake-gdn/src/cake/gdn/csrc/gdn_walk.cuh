@@ -32,6 +32,7 @@ struct WalkArgs {
   __nv_bfloat16* out;  // [total, HV, 128]: o or Y; may be null
   __nv_bfloat16* states;  // tape images [slots, HV, 128, 128]; may be null
   const float* edge_in;  // [N, HV, K, V] or null: initial state, or gradient of the final state
+  const float* inner;  // [segments, HV, K, V] of a call that is cut, else null: the states where segments meet
   float* edge_out;  // [N, HV, K, V] or null: final state, or gradient of the initial state
   int v_heads, group;
   float scale;
@@ -62,9 +63,11 @@ struct WalkShared {
 };
 static_assert(sizeof(WalkShared) <= 232448, "an SM gives a CTA 227 KB");
 
+// `kScores`: whether the helper makes P; else it reads no stage and q isn't loaded.
+template <bool kScores>
 __device__ __forceinline__ void walk_init(WalkShared& s, int thread) {
   if (thread == 0) {
-    s.ring.init(128, (8 + 4) * kWarpArrivals);  // 128 loading threads; 8 state warps and 4 helper warps
+    s.ring.init(128, (8 + (kScores ? 4 : 0)) * kWarpArrivals);  // 128 loading threads; 8 state warps, 4 helper warps
     s.helped.init(128, 8 * kWarpArrivals);
     mbar_init_fence();
   }
@@ -73,7 +76,8 @@ __device__ __forceinline__ void walk_init(WalkShared& s, int thread) {
 
 // ---- producer --------------------------------------------------------------------------------------------------
 
-template <bool kForward, bool kOutput>
+// `kValues`: whether x is loaded.
+template <bool kForward, bool kOutput, bool kScores, bool kValues>
 __device__ __forceinline__ void produce(WalkShared& s, const WalkArgs& args, const Walk& walk, int thread) {
   const int tokens = args.plan.tokens_per_batch, row_stride = args.v_heads * kHeadDim;
   RingState<kStages> at, landed;
@@ -91,8 +95,11 @@ __device__ __forceinline__ void produce(WalkShared& s, const WalkArgs& args, con
     if (i < walk.chunks) {
       const int chunk = walk.chunk(i, kForward), token = walk.token(chunk), rows = walk.rows(chunk);
       load_rows<16, 128>(smem_addr(stage.k), args.k.row(token, tokens, walk.head), args.k.token_stride, rows, thread);
-      load_rows<16, 128>(smem_addr(stage.q), args.q.row(token, tokens, walk.head), args.q.token_stride, rows, thread);
-      load_rows<16, 128>(smem_addr(stage.x), args.x.row(token, tokens, walk.v_head), args.x.token_stride, rows, thread);
+      if constexpr (kScores)
+        load_rows<16, 128>(smem_addr(stage.q), args.q.row(token, tokens, walk.head), args.q.token_stride, rows, thread);
+      if constexpr (kValues)
+        load_rows<16, 128>(smem_addr(stage.x), args.x.row(token, tokens, walk.v_head), args.x.token_stride, rows,
+                           thread);
       load_rows<8, 128>(smem_addr(stage.t), args.t + (int64_t(walk.v_head) * args.plan.total + token) * kChunk, kChunk,
                         rows, thread);
     }
@@ -124,7 +131,7 @@ struct TokenScalars {
   }
 };
 
-template <bool kForward>
+template <bool kForward, bool kScores>
 __device__ __forceinline__ void help(WalkShared& s, const WalkArgs& args, const Walk& walk, int thread) {
   const int lane = thread & 31, warp = thread >> 5;
   RingState<kStages> at;
@@ -150,6 +157,10 @@ __device__ __forceinline__ void help(WalkShared& s, const WalkArgs& args, const 
       if (thread == 0) f.decay = ex2(now.last);
       // The next chunk's are on their way while this one's P is made.
       if (i + 1 < walk.chunks) now.load(args, walk, walk.chunk(i + 1, kForward), thread);
+    }
+    if constexpr (!kScores) {
+      s.helped.signal_full(out);
+      continue;
     }
     bar_sync(kHelperBarrier, 128);
 
