@@ -6,16 +6,31 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from cake.core.cp import KcpContext as KcpContext
+    from cake.core.cp import build_kcp_context as build_kcp_context
     from cake.gdn.api import Route as Route
     from cake.gdn.api import chunk_gated_delta_rule as chunk_gated_delta_rule
+    from cake.gdn.api import kcp_chunk_gated_delta_rule as kcp_chunk_gated_delta_rule
     from cake.gdn.api import last_route as last_route
 
-__all__ = ["SPEC", "Route", "__version__", "chunk_gated_delta_rule", "last_route"]
+__all__ = [
+    "SPEC",
+    "KcpContext",
+    "Route",
+    "__version__",
+    "build_kcp_context",
+    "chunk_gated_delta_rule",
+    "kcp_chunk_gated_delta_rule",
+    "last_route",
+]
 
 _HOME = {
     "SPEC": "cake.gdn.spec",
     "Route": "cake.gdn.api",
+    "KcpContext": "cake.core.cp",
+    "build_kcp_context": "cake.core.cp",
     "chunk_gated_delta_rule": "cake.gdn.api",
+    "kcp_chunk_gated_delta_rule": "cake.gdn.api",
     "last_route": "cake.gdn.api",
 }
 

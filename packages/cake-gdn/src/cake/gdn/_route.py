@@ -12,7 +12,7 @@ _log = logging.getLogger("cake")
 class Route:
     """What a call ran, and its backward will run.
 
-    path: "single", one rank.
+    path: "single", one rank; "kcp", under a `KcpContext`; "fla", under flash-linear-attention's context.
     variant: "det" or "fast".
     backend: "torch" (a CPU) or "cuda".
     recompute_state: whether a backward walks the states again.
@@ -25,9 +25,10 @@ class Route:
 
     def __str__(self) -> str:
         tape = "states recomputed" if self.recompute_state else "states saved"
-        return f"{self.path} rank, {self.variant}, {self.backend}, {tape}"
+        return f"{_PATHS[self.path]}, {self.variant}, {self.backend}, {tape}"
 
 
+_PATHS = {"single": "single rank", "kcp": "KCP", "fla": "flash-linear-attention's context parallelism"}
 _last: Route | None = None
 _seen: set[Route] = set()
 

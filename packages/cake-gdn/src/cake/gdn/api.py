@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from cake.core import config, sequences, tracing
+from cake.core import config, cp, sequences, tracing
 from cake.core.checks import check_number, check_tensor
 from cake.core.launch import ALIGNMENT, is_aligned
-from cake.gdn import _autograd, _gates, _segments, _stages
+from cake.gdn import _autograd, _gates, _kcp, _segments, _stages
 from cake.gdn._route import Route, last_route
 from cake.gdn.plan import CHUNK, HEAD_DIM
 
-__all__ = ["Route", "chunk_gated_delta_rule", "last_route"]
+__all__ = ["Route", "chunk_gated_delta_rule", "kcp_chunk_gated_delta_rule", "last_route"]
 
 _GATE_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -76,7 +76,10 @@ def chunk_gated_delta_rule(
         cu_seqlens_cpu: the same as a CPU tensor or a list of ints: checked, and no synchronisation. Used
             in place of `cu_seqlens` when both are given.
         chunk_indices: not served.
-        cp_context: not served yet.
+        cp_context: a `KcpContext` (see `build_kcp_context`) or flash-linear-attention's `FLACPContext`: the
+            inputs are this rank's tokens of a pack that lies on several ranks. Its boundaries replace
+            `cu_seqlens` and `cu_seqlens_cpu`; every rank of its group makes the same call, and the same
+            backward.
         use_gate_in_kernel: use -exp(A_log) softplus(g + dt_bias) as the log decay.
         A_log: `[HV]`, fp32 or bf16; needed by `use_gate_in_kernel`.
         dt_bias: `[HV]`, fp32 or bf16; zero by default.
@@ -99,8 +102,8 @@ def chunk_gated_delta_rule(
         TypeError: not a tensor or a number, a wrong dtype, an unknown argument.
         ValueError: a wrong shape, device, stride or alignment, boundaries that don't fit, arguments that
             contradict each other; also an initial or final state under a context.
-        NotImplementedError: `cp_context`, `chunk_indices`, `head_first`, another chunk size, a device without
-            kernels. Every check comes before any launch.
+        NotImplementedError: `cp_context` on a GPU or with `segments`, `chunk_indices`, `head_first`, another
+            chunk size, a device without kernels. Every check comes before any launch.
 
     Gradients: for q, k, v, g, beta, A_log, dt_bias and initial_state, in their dtypes, where asked for. A
     loss on either result alone works; an unused final state leaves every bit as it is. A gradient of o whose
@@ -114,7 +117,7 @@ def chunk_gated_delta_rule(
     errors.
     """
     if cp_context is not None:
-        _refuse_context(initial_state, output_final_state)
+        _refuse_states(initial_state, output_final_state)
     if chunk_indices is not None:
         raise NotImplementedError("chunk_indices isn't served: leave it out, cu_seqlens says it all")
     if head_first:
@@ -163,17 +166,25 @@ def chunk_gated_delta_rule(
     check_alignment(q, k, v)
     device, v_heads = q.device, v.shape[2]
     _check_gate(use_gate_in_kernel, A_log, dt_bias, v_heads, device)
-    seqs = sequences.of_call(q.shape[0], q.shape[1], device, cu_seqlens, cu_seqlens_cpu)
+    context = None if cp_context is None else cp.of_call(cp_context, device)
+    if context is None:
+        seqs = sequences.of_call(q.shape[0], q.shape[1], device, cu_seqlens, cu_seqlens_cpu)
+    else:
+        seqs = context.sequences(q.shape[0], q.shape[1])
     if initial_state is not None:
         check_state(initial_state, seqs.n, v_heads, device, ("V", "K") if state_v_first else ("K", "V"))
         if state_v_first:
             initial_state = initial_state.transpose(-1, -2)
     route = Route(
-        path="single",
-        variant=config.variant("gdn", variant),
+        path="single" if context is None else context.path,
+        variant=_variant(variant, context),
         backend=_stages.backend_name(device),
         recompute_state=bool(config.option("gdn", "recompute_state", recompute_state)),
     )
+    if context is not None:
+        _stages.check_context(route.backend)
+        if segments not in (None, 1) or packing_invariant:
+            raise NotImplementedError("segments and packing_invariant aren't served under cp_context")
 
     if use_gate_in_kernel:
         assert A_log is not None
@@ -188,21 +199,94 @@ def chunk_gated_delta_rule(
         route=route,
         differentiable=torch.is_grad_enabled()
         and any(x is not None and x.requires_grad for x in (q, k, v, g, beta, initial_state)),
-        segments=_segments.segments_of(seqs, v_heads, route.backend, segments, packing_invariant),
+        segments=_segments.segments_of(seqs, v_heads, route.backend, segments, packing_invariant)
+        if context is None
+        else None,
     )
+    if context is not None:
+        return _kcp.run(q, k, v, g, beta, call, context), None
     o, final_state = _autograd.run(q, k, v, g, beta, initial_state, call)
     if state_v_first and final_state is not None:
         final_state = final_state.transpose(-1, -2).contiguous()
     return o, final_state
 
 
-def _refuse_context(initial_state: torch.Tensor | None, output_final_state: bool) -> None:
-    # The contradiction first: it is an error on every rank, whatever contexts this version serves.
+def kcp_chunk_gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    *,
+    cp_context: cp.KcpContext,
+    use_gate_in_kernel: bool = False,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    chunk_size: int = CHUNK,
+    variant: str | None = None,
+    recompute_state: bool | None = None,
+) -> tuple[torch.Tensor, None]:
+    """`chunk_gated_delta_rule` under a `KcpContext`, and nothing else: for callers that mean it.
+
+    Args:
+        cp_context: of `build_kcp_context`; the inputs are this rank's tokens.
+        initial_state, output_final_state: refused if given, as under any context.
+
+        All others are those of `chunk_gated_delta_rule`.
+
+    Returns:
+        o, and None in the place of a final state.
+
+    Raises:
+        NotImplementedError: any other context, none included, besides what `chunk_gated_delta_rule` refuses.
+        RuntimeError: another rank of the context's group is gone, late, or runs another call.
+
+    Determinism: under det the same inputs give the same bits on the same ranks.
+    """
+    if not isinstance(cp_context, cp.KcpContext):
+        raise NotImplementedError(
+            f"cp_context must be a KcpContext of build_kcp_context, got {type(cp_context).__name__}"
+        )
+    o, _ = chunk_gated_delta_rule(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        cp_context=cp_context,
+        use_gate_in_kernel=use_gate_in_kernel,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        chunk_size=chunk_size,
+        variant=variant,
+        recompute_state=recompute_state,
+    )
+    return o, None
+
+
+def _variant(requested: str | None, context: cp.Call | None) -> str:
+    variant = config.variant("gdn", requested)
+    return variant if context is None else context.variant("gdn", variant)
+
+
+def _refuse_states(initial_state: torch.Tensor | None, output_final_state: bool) -> None:
+    # Before anything else, so that every rank says the same.
     if initial_state is not None:
         raise ValueError("initial_state must be None under cp_context, got a tensor")
     if output_final_state:
         raise ValueError("output_final_state must be False under cp_context, got True")
-    raise NotImplementedError("cp_context isn't served by this version of cake-gdn")
 
 
 def check_inputs(

@@ -1,0 +1,225 @@
+"""A call under a context as a node of autograd: the op's stages, walked as `cake.core.cp` says.
+
+With `recompute_state` off the forward saves what the single-rank one does, a tape for each role; with it on,
+its inputs. Either way it saves the states that entered from other ranks and the maps that the backward
+merges with: the backward makes one exchange of its own and repeats none.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from cake.core import cp
+from cake.core.checks import check_saved
+from cake.core.launch import loadable, running_on
+from cake.core.sequences import Sequences
+from cake.gdn import _route, _stages
+from cake.gdn._autograd import Call
+from cake.gdn._stages import Prep
+
+FP32 = torch.float32
+_PREP = ("t", "b", "rq", "rk", "plan")
+
+
+def run(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    call: Call,
+    context: cp.Call,
+) -> torch.Tensor:
+    """The output, on the graph if a backward can follow."""
+    if call.seqs.total:
+        _route.note(call.route)
+    if not call.differentiable:
+        return _forward(q, k, v, g, beta, call, context, save=False)[0]
+    apply: Any = _UnderContext.apply
+    o: torch.Tensor = apply(q, k, v, g, beta, call, context)
+    return o
+
+
+class _UnderContext(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        call: Call,
+        context: cp.Call,
+    ) -> torch.Tensor:
+        recompute = call.route.recompute_state
+        o, prep, made = _forward(q, k, v, g, beta, call, context, save=not recompute)
+        saved = {"q": q, "k": k, "v": v, "beta": beta, "maps": made.maps}
+        # Only walking again needs their values.
+        saved["entering"] = made.entering if recompute else None
+        if recompute or prep is None:
+            saved["g"] = g
+        else:
+            saved |= {name: getattr(prep, name) for name in _PREP} | made.tapes
+        ctx.call, ctx.context, ctx.g_dtype = call, context, g.dtype
+        ctx.made = {name: None if x is None else (x.shape, x.dtype, x.device) for name, x in saved.items()}
+        ctx.save_for_backward(*saved.values())
+        return o
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        call: Call = ctx.call
+        plan = ctx.context.plan
+        saved: dict[str, Any] = dict(zip(ctx.made, ctx.saved_tensors, strict=True))
+        for name, made in ctx.made.items():
+            if made is not None:
+                check_saved(name, saved[name], *made)
+        q, k, v, beta = (saved[name] for name in ("q", "k", "v", "beta"))
+        stages = _stages.stages(call.route.backend)
+        with running_on(v.device):
+            prep = None
+            if "t" in saved:
+                prep = Prep(*(saved[name] for name in _PREP))
+            elif call.seqs.total:
+                prep = stages.prep(q, k, saved["g"].float(), beta, call.seqs, l2norm=call.l2norm)
+            walks = _Walks(stages, call, q, k, v, beta, prep, do=loadable(do))
+            tapes = {role: saved[role] for role in plan.roles if role in saved}
+            forward = cp.Forward(tapes=tapes, entering=saved["entering"], maps=saved["maps"])
+            cp.backward(plan, walks, ctx.context.group, forward)
+        dq, dk, dv, dbeta, dg = walks.gradients
+        grads = (dq, dk, dv, dg.to(ctx.g_dtype), dbeta.to(beta.dtype))
+        wanted = ctx.needs_input_grad
+        return (*(x if need else None for x, need in zip(grads, wanted, strict=False)), None, None)
+
+
+def _forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    call: Call,
+    context: cp.Call,
+    *,
+    save: bool,
+) -> tuple[torch.Tensor, Prep | None, cp.Forward]:
+    stages = _stages.stages(call.route.backend)
+    with running_on(v.device):
+        # A rank without tokens walks nothing; it exchanges all the same.
+        prep = stages.prep(q, k, g.float(), beta, call.seqs, l2norm=call.l2norm) if call.seqs.total else None
+        walks = _Walks(stages, call, q, k, v, beta, prep)
+        made = cp.forward(context.plan, walks, context.group, save=save)
+    return walks.o, prep, made
+
+
+class _Walks:
+    """The stages with a call's tensors: see `cake.core.cp.Walks`."""
+
+    def __init__(
+        self,
+        stages: ModuleType,
+        call: Call,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        beta: torch.Tensor,
+        prep: Prep | None,
+        *,
+        do: torch.Tensor | None = None,
+    ):
+        self.heads, self.device = v.shape[2], v.device
+        self._stages, self._call, self._prep = stages, call, prep
+        self._q, self._k, self._v, self._beta = q, k, v, beta
+        if do is None:
+            self.o = v.new_empty(v.shape)
+        else:
+            self._do, self._y = do, v.new_empty(v.shape)
+            self.gradients = (
+                *(x.new_empty(x.shape) for x in (q, k, v)),
+                *(v.new_empty(v.shape[:3], dtype=FP32) for _ in range(2)),
+            )
+
+    def scan(
+        self, seqs: Sequences, entering: torch.Tensor | None, *, final: bool, save: bool, output: bool
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        _, end, states = self._stages.scan(
+            self._q,
+            self._k,
+            self._v,
+            self._beta,
+            self._prep,
+            seqs,
+            scale=self._call.scale,
+            initial_state=entering,
+            output_final_state=final,
+            save_states=save,
+            need_output=output,
+            o=self.o if output else None,
+        )
+        return end, states
+
+    def transfer(self, seqs: Sequences) -> tuple[torch.Tensor, torch.Tensor]:
+        b, m, _ = self._stages.transfer(self._k, self._v, self._beta, self._prep, seqs)
+        return b, m
+
+    def adj(
+        self, seqs: Sequences, leaving: torch.Tensor | None, *, need_dh0: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        _, states, dh0 = self._stages.adj(
+            self._q,
+            self._k,
+            self._do,
+            self._beta,
+            self._prep,
+            seqs,
+            scale=self._call.scale,
+            dht=leaving,
+            need_dh0=need_dh0,
+            y=self._y,
+        )
+        return states, dh0
+
+    def adj_transfer(self, seqs: Sequences) -> torch.Tensor:
+        live = torch.ones((seqs.n, self.heads), dtype=torch.int32, device=self.device)
+        b: torch.Tensor = self._stages.adj_transfer(
+            self._q, self._k, self._do, self._beta, self._prep, seqs, live, scale=self._call.scale
+        )
+        return b
+
+    def out(
+        self,
+        seqs: Sequences,
+        states: torch.Tensor,
+        adj_states: torch.Tensor,
+        *,
+        states_edge: bool,
+        adj_edge: bool,
+    ) -> None:
+        self._stages.out(
+            self._q,
+            self._k,
+            self._v,
+            self._do,
+            self._y,
+            self._beta,
+            self._prep,
+            states,
+            adj_states,
+            seqs,
+            scale=self._call.scale,
+            l2norm=self._call.l2norm,
+            states_edge=states_edge,
+            adj_edge=adj_edge,
+            into=self.gradients,
+        )
+
+    def merge(
+        self, b: torch.Tensor, m: torch.Tensor, chains: Any, n_out: int, *, transposed: bool
+    ) -> torch.Tensor:
+        states: torch.Tensor = self._stages.merge(b, m, chains, n_out, transposed=transposed)
+        return states
