@@ -276,8 +276,8 @@ class TestNotServed:
 
     def test_context(self, arguments, device):
         state = torch.zeros(1, 4, 128, 128, device=device)
-        refused(arguments, NotImplementedError, "cp_context isn't served", cp_context=object())
-        # A contradiction is an error whatever contexts are served, and whatever else is wrong.
+        refused(arguments, TypeError, "cp_context must be a KcpContext", cp_context=object())
+        # A contradiction is an error whatever the context is, and whatever else is wrong.
         wrong = {"cp_context": object(), "q": None, "chunk_size": 1}
         refused(
             arguments, ValueError, "initial_state must be None under cp_context", initial_state=state, **wrong

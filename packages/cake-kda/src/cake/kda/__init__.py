@@ -6,16 +6,31 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from cake.core.cp import KcpContext as KcpContext
+    from cake.core.cp import build_kcp_context as build_kcp_context
     from cake.kda.api import Route as Route
     from cake.kda.api import chunk_kda as chunk_kda
+    from cake.kda.api import kcp_chunk_kda as kcp_chunk_kda
     from cake.kda.api import last_route as last_route
 
-__all__ = ["SPEC", "Route", "__version__", "chunk_kda", "last_route"]
+__all__ = [
+    "SPEC",
+    "KcpContext",
+    "Route",
+    "__version__",
+    "build_kcp_context",
+    "chunk_kda",
+    "kcp_chunk_kda",
+    "last_route",
+]
 
 _HOME = {
     "SPEC": "cake.kda.spec",
     "Route": "cake.kda.api",
+    "KcpContext": "cake.core.cp",
+    "build_kcp_context": "cake.core.cp",
     "chunk_kda": "cake.kda.api",
+    "kcp_chunk_kda": "cake.kda.api",
     "last_route": "cake.kda.api",
 }
 

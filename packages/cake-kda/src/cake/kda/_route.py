@@ -16,7 +16,7 @@ Tape = Literal["inputs", "states", "all"]
 class Route:
     """What a call ran, and its backward will run.
 
-    path: "single", one rank.
+    path: "single", one rank; "kcp", under a `KcpContext`; "fla", under flash-linear-attention's context.
     variant: "det" or "fast".
     backend: "torch", the reference backend.
     tape: "inputs" (states walked again in the backward), "states" or "all".
@@ -28,9 +28,10 @@ class Route:
     tape: Tape
 
     def __str__(self) -> str:
-        return f"{self.path} rank, {self.variant}, {self.backend}, {self.tape} saved"
+        return f"{_PATHS[self.path]}, {self.variant}, {self.backend}, {self.tape} saved"
 
 
+_PATHS = {"single": "single rank", "kcp": "KCP", "fla": "flash-linear-attention's context parallelism"}
 _last: Route | None = None
 _seen: set[Route] = set()
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from cake.core import config, sequences, tracing
+from cake.core import config, cp, sequences, tracing
 from cake.core.checks import check_number, check_tensor
 from cake.core.launch import ALIGNMENT, is_aligned
 from cake.core.sequences import CHUNK
-from cake.kda import _autograd, _gates, _stages
+from cake.kda import _autograd, _gates, _kcp, _stages
 from cake.kda._route import Route, Tape, last_route
 
-__all__ = ["Route", "chunk_kda", "last_route"]
+__all__ = ["Route", "chunk_kda", "kcp_chunk_kda", "last_route"]
 
 HEAD_DIM = 128
 SAFE_BOUND = -5.0
@@ -90,7 +90,10 @@ def chunk_kda(
             host. A CPU tensor is checked and used as `cu_seqlens_cpu`.
         cu_seqlens_cpu: the same as a CPU tensor or a list of ints: checked, and no synchronisation. Used
             in place of `cu_seqlens` when both are given.
-        cp_context: not served yet.
+        cp_context: a `KcpContext` (see `build_kcp_context`) or flash-linear-attention's `FLACPContext`: the
+            inputs are this rank's tokens of a pack that lies on several ranks. Its boundaries replace
+            `cu_seqlens` and `cu_seqlens_cpu`; every rank of its group makes the same call, and the same
+            backward.
         use_graph: not served.
         max_num_seqs: belongs to `use_graph`.
         A_log: `[HV]`, fp32 or bf16; needed by `use_gate_in_kernel` unless there is a `lower_bound`, when None
@@ -111,9 +114,9 @@ def chunk_kda(
         TypeError: not a tensor or a number, a wrong dtype, an unknown argument.
         ValueError: a wrong shape, device or stride, boundaries that don't fit, arguments that contradict each
             other; also an initial or final state under a context.
-        NotImplementedError: tensors on a GPU that isn't sm_90 without `backend="torch"`, `cp_context`,
-            `return_intermediate_states`, `use_graph`, another chunk size. Every check comes before any
-            launch.
+        NotImplementedError: tensors on a GPU that isn't sm_90 without `backend="torch"`, `cp_context` for
+            kernels, `return_intermediate_states`, `use_graph`, another chunk size. Every check comes before
+            any launch.
 
     Gradients: for q, k, v, g, beta, A_log, dt_bias and initial_state, in their dtypes, where asked for. A
     loss on either result alone works; an unused final state leaves every bit as it is. A gradient of o whose
@@ -125,7 +128,7 @@ def chunk_kda(
     of A_log and dt_bias are sums over the pack.)
     """
     if cp_context is not None:
-        _refuse_context(initial_state, output_final_state)
+        _refuse_states(initial_state, output_final_state)
     if return_intermediate_states:
         raise NotImplementedError("return_intermediate_states isn't served: leave it False, got True")
     if use_graph:
@@ -180,18 +183,24 @@ def chunk_kda(
     check_alignment(("q", q), ("k", k), ("v", v), ("g", g))
     device, v_heads = q.device, v.shape[2]
     dt_bias = _check_gate(use_gate_in_kernel, A_log, dt_bias, lower_bound, v_heads, device)
-    seqs = sequences.of_call(q.shape[0], q.shape[1], device, cu_seqlens, cu_seqlens_cpu)
+    context = None if cp_context is None else cp.of_call(cp_context, device)
+    if context is None:
+        seqs = sequences.of_call(q.shape[0], q.shape[1], device, cu_seqlens, cu_seqlens_cpu)
+    else:
+        seqs = context.sequences(q.shape[0], q.shape[1])
     if initial_state is not None:
         check_state(initial_state, seqs.n, v_heads, device, ("V", "K") if state_v_first else ("K", "V"))
         if state_v_first:
             initial_state = initial_state.transpose(-1, -2)
     route = Route(
-        path="single",
-        variant=config.variant("kda", variant),
+        path="single" if context is None else context.path,
+        variant=_variant(variant, context),
         backend=_stages.backend_name(device, backend),
         tape=_tape(disable_recompute, recompute_state),
     )
     check_readable(seqs, route.backend)
+    if context is not None:
+        _stages.check_context(route.backend)
 
     if use_beta_sigmoid_in_kernel:
         beta = _gates.beta_sigmoid(beta, allow_neg_eigval)
@@ -207,19 +216,98 @@ def chunk_kda(
         differentiable=torch.is_grad_enabled()
         and any(x is not None and x.requires_grad for x in tensors.all()),
     )
+    if context is not None:
+        return _kcp.run(tensors, call, context), None
     o, final_state = _autograd.run(tensors, call)
     if state_v_first and final_state is not None:
         final_state = final_state.transpose(-1, -2).contiguous()
     return o, final_state
 
 
-def _refuse_context(initial_state: torch.Tensor | None, output_final_state: bool) -> None:
-    # The contradiction first: it is an error on every rank, whatever contexts this version serves.
+def kcp_chunk_kda(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    disable_recompute: bool = False,
+    *,
+    cp_context: cp.KcpContext,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    chunk_size: int = CHUNK,
+    variant: str | None = None,
+    recompute_state: bool | None = None,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, None]:
+    """`chunk_kda` under a `KcpContext`, and nothing else: for callers that mean it.
+
+    Args:
+        cp_context: of `build_kcp_context`; the inputs are this rank's tokens.
+        initial_state, output_final_state: refused if given, as under any context.
+
+        All others are those of `chunk_kda`.
+
+    Returns:
+        o, and None in the place of a final state.
+
+    Raises:
+        NotImplementedError: any other context, none included, besides what `chunk_kda` refuses.
+        RuntimeError: another rank of the context's group is gone, late, or runs another call.
+
+    Determinism: under det the same inputs give the same bits on the same ranks.
+    """
+    if not isinstance(cp_context, cp.KcpContext):
+        raise NotImplementedError(
+            f"cp_context must be a KcpContext of build_kcp_context, got {type(cp_context).__name__}"
+        )
+    o, _ = chunk_kda(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        safe_gate=safe_gate,
+        lower_bound=lower_bound,
+        disable_recompute=disable_recompute,
+        cp_context=cp_context,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        chunk_size=chunk_size,
+        variant=variant,
+        recompute_state=recompute_state,
+        backend=backend,
+    )
+    return o, None
+
+
+def _variant(requested: str | None, context: cp.Call | None) -> str:
+    variant = config.variant("kda", requested)
+    return variant if context is None else context.variant("kda", variant)
+
+
+def _refuse_states(initial_state: torch.Tensor | None, output_final_state: bool) -> None:
+    # Before anything else, so that every rank says the same.
     if initial_state is not None:
         raise ValueError("initial_state must be None under cp_context, got a tensor")
     if output_final_state:
         raise ValueError("output_final_state must be False under cp_context, got True")
-    raise NotImplementedError("cp_context isn't served by this version of cake-kda")
 
 
 def _check_bound(lower_bound: float | None, use_gate: bool, safe_gate: bool) -> float | None:

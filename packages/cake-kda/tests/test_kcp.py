@@ -1,0 +1,537 @@
+"""Calls under a context: packs over several ranks against the FP64 recurrence over all of their tokens."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from cake.core import cp
+from cake.core.cp import _exchange
+from cake.core.testing import Limit, Ranks, assert_bitwise_equal, assert_within, error_report
+from cake.kda import build_kcp_context, chunk_kda, kcp_chunk_kda, last_route
+
+LIMITS = {"o": 5e-3, "dq": 6e-3, "dk": 6e-3, "dv": 6e-3, "dg": 6e-3, "dbeta": 6e-3}
+ORDINARY_DG = 1.5e-3
+WORLDS = (1, 2, 3, 4)
+#: Every number of tokens here divides by the ranks of each world, twice over.
+PACKS = {
+    "one document": (0, 240),
+    "ends on borders": (0, 60, 60, 120, 180, 240),
+    "short ones": (0, 0, 3, 58, 61, 62, 119, 122, 122, 177, 240, 240),
+    "long and short": (0, 7, 230, 240),
+}
+
+
+def part(group, tensors, bounds, how, options):
+    """One rank's forward and backward: results of its tokens, in local order."""
+    context = build_kcp_context(bounds, group, **how)
+    inputs = {name: context.shard(x).detach().requires_grad_() for name, x in tensors.items() if name != "do"}
+    o, none = kcp_chunk_kda(**inputs, cp_context=context, use_qk_l2norm_in_kernel=True, **options)
+    assert none is None
+    gradients = torch.autograd.grad(o, list(inputs.values()), context.shard(tensors["do"]))
+    names = ["o", *(f"d{name}" for name in inputs)]
+    results = dict(zip(names, (o.detach(), *gradients), strict=True))
+    return results, context.fragments, context.boundaries, str(last_route())
+
+
+def gather(parts, total):
+    """Tensors over all tokens from every rank's own."""
+    whole = {}
+    for results, fragments, _, _ in parts:
+        for name, x in results.items():
+            into = whole.setdefault(name, x.new_full((1, total, *x.shape[2:]), float("nan")))
+            first = 0
+            for start, end in fragments:
+                into[:, start:end] = x[:, first : first + end - start]
+                first += end - start
+    return whole
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with Ranks(4) as pool:
+        yield pool
+
+
+@pytest.fixture
+def device():
+    return torch.device("cpu")
+
+
+@pytest.fixture
+def tensors(make):
+    def of(bounds, heads=(1, 2), **options):
+        lengths = [end - start for start, end in pairwise(bounds)]
+        case = make(lengths, heads=heads, state=False, **options)
+        return case, {name: getattr(case, name) for name in ("q", "k", "v", "g", "beta", "do")}
+
+    return of
+
+
+@pytest.fixture
+def assert_accurate(truth):
+    """Every rank's fragments and every head by itself against the recurrence over the whole pack."""
+
+    def check(case, parts, slack=1.0):
+        got = gather(parts, case.q.shape[1])
+        expected = {name: x for name, x in truth(case).items() if name in got}
+        edges = sorted({edge for _, fragments, _, _ in parts for span in fragments for edge in span})
+        for head in range(case.v.shape[2]):
+            heads = {name: min(head, x.shape[2] - 1) for name, x in got.items()}
+            report = error_report(
+                {name: x[:, :, heads[name]] for name, x in got.items()},
+                {name: x[:, :, heads[name]] for name, x in expected.items()},
+                boundaries=edges,
+                least_rms={"dg": ORDINARY_DG},
+                block_floor=1.0,
+            )
+            limits = {name: slack * LIMITS[name] for name in got}
+            assert_within(report, {name: Limit(1.5 * x, 2 * x, 3 * x) for name, x in limits.items()})
+
+    return check
+
+
+class TestAccuracy:
+    @pytest.mark.parametrize("pack", PACKS)
+    @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+    def test_worlds_and_layouts(self, ranks, tensors, assert_accurate, layout, pack):
+        for world, heads in zip(WORLDS, [(1, 1), (1, 2), (2, 2), (1, 3)], strict=True):
+            case, given = tensors(PACKS[pack], heads=heads, gate=-0.05 if world == 3 else "ordinary")
+            assert_accurate(case, ranks.values(part, given, PACKS[pack], {"layout": layout}, {}, world=world))
+
+    @pytest.mark.parametrize("world", WORLDS)
+    def test_zigzag_per_document(self, ranks, tensors, assert_accurate, world):
+        bounds = (0, 24, 24, 144, 192)
+        case, given = tensors(bounds, heads=(2, 4))
+        how = {"layout": "zigzag_per_document"}
+        assert_accurate(case, ranks.values(part, given, bounds, how, {}, world=world))
+
+    @pytest.mark.parametrize("world", WORLDS)
+    def test_any_fragments(self, ranks, tensors, assert_accurate, world):
+        bounds = (0, 7, 150, 150, 231, 240)
+        cuts = [0, 5, 64, 70, 71, 130, 200, 231, 240]
+        pieces = list(pairwise(cuts))
+        random.Random(world).shuffle(pieces)
+        fragments = [pieces[rank::world] for rank in range(world)]
+        case, given = tensors(bounds, heads=(2, 2), gate=-0.02)
+        assert_accurate(case, ranks.values(part, given, bounds, {"fragments": fragments}, {}, world=world))
+
+    def test_a_rank_without_tokens(self, ranks, tensors, assert_accurate):
+        bounds = (0, 10, 200)
+        case, given = tensors(bounds)
+        how = {"fragments": [[(0, 90)], [], [(90, 200)]]}
+        parts = ranks.values(part, given, bounds, how, {}, world=3)
+        assert parts[1][0]["dq"].shape == (1, 0, 1, 128)
+        assert_accurate(case, parts)
+
+    @pytest.mark.parametrize("gate", [0.0, "slow", "mixed"], ids=str)
+    def test_gates(self, ranks, tensors, assert_accurate, gate):
+        # Without decay nothing that entered is ever forgotten: every rank's map counts in full.
+        bounds = (0, 512)
+        case, given = tensors(bounds, heads=(1, 1), gate=gate)
+        parts = ranks.values(part, given, bounds, {}, {})
+        assert_accurate(case, parts, 1.0 if gate == "mixed" else 1.6)
+
+    def test_gates_in_the_call(self, ranks, tensors, device):
+        """The gates' parameters get every rank's share of their gradients."""
+        bounds = (0, 100, 240)
+        case, given = tensors(bounds)
+        random_values = torch.Generator().manual_seed(1)
+        a_log, dt_bias = (torch.randn(n, generator=random_values) for n in (2, 2 * 128))
+        given["g"] = torch.randn(case.g.shape, generator=random_values)
+        shares = ranks.values(gated, given, a_log, dt_bias, bounds, world=3)
+        inputs = [x.clone().requires_grad_() for x in (a_log, dt_bias)]
+        full = {name: x for name, x in given.items() if name != "do"}
+        o, _ = chunk_kda(
+            **full,
+            use_qk_l2norm_in_kernel=True,
+            use_gate_in_kernel=True,
+            A_log=inputs[0],
+            dt_bias=inputs[1],
+            use_beta_sigmoid_in_kernel=True,
+            cu_seqlens_cpu=bounds,
+        )
+        for i, exact in enumerate(torch.autograd.grad(o, inputs, given["do"])):
+            total = sum(share[i] for share in shares)
+            assert torch.allclose(total, exact, rtol=2e-2, atol=2e-2 * float(exact.abs().max()))
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "zigzag_per_document"])
+    def test_eight_ranks(self, tensors, assert_accurate, layout):
+        bounds = (0, 160, 160, 640)
+        case, given = tensors(bounds, heads=(2, 4), gate=-0.02)
+        with Ranks(8) as pool:
+            assert_accurate(case, pool.values(part, given, bounds, {"layout": layout}, {}))
+
+
+def gated(group, tensors, a_log, dt_bias, bounds):
+    context = build_kcp_context(bounds, group)
+    inputs = {name: context.shard(x) for name, x in tensors.items() if name != "do"}
+    parameters = [x.clone().requires_grad_() for x in (a_log, dt_bias)]
+    o, _ = chunk_kda(
+        **inputs,
+        use_qk_l2norm_in_kernel=True,
+        use_gate_in_kernel=True,
+        A_log=parameters[0],
+        dt_bias=parameters[1],
+        use_beta_sigmoid_in_kernel=True,
+        cp_context=context,
+    )
+    return torch.autograd.grad(o, parameters, context.shard(tensors["do"]))
+
+
+class TestBits:
+    @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+    def test_run_to_run_saved_or_recomputed(self, ranks, tensors, layout):
+        bounds = PACKS["long and short"]
+        _, given = tensors(bounds, heads=(2, 4))
+        runs = [
+            ranks.values(part, given, bounds, {"layout": layout}, how, world=3)
+            for how in ({}, {}, {"recompute_state": True}, {"disable_recompute": True})
+        ]
+        for again in runs[1:]:
+            for (a, *_), (b, *_) in zip(again, runs[0], strict=True):
+                for name, x in b.items():
+                    assert_bitwise_equal(name, a[name], x)
+
+    def test_whole_documents_have_the_bits_of_a_single_rank(self, ranks, tensors):
+        bounds = (0, 50, 130, 190, 240)
+        case, given = tensors(bounds, heads=(2, 4))
+        got = gather(ranks.values(part, given, bounds, {}, {}, world=2), 240)
+        inputs = {name: x.clone().requires_grad_() for name, x in given.items() if name != "do"}
+        o, _ = chunk_kda(**inputs, use_qk_l2norm_in_kernel=True, cu_seqlens_cpu=bounds)
+        gradients = torch.autograd.grad(o, list(inputs.values()), case.do)
+        expected = {"o": o, **{f"d{name}": x for name, x in zip(inputs, gradients, strict=True)}}
+        for name, x in expected.items():
+            for start, end in ((0, 50), (130, 190), (190, 240)):
+                assert_bitwise_equal(name, got[name][:, start:end], x[:, start:end])
+        # What comes before the border saw no other rank in the forward.
+        assert_bitwise_equal("o", got["o"][:, :120], o[:, :120])
+
+    def test_without_gradients(self, ranks, tensors):
+        _, given = tensors((0, 240))
+        plain = ranks.values(forward_alone, given, (0, 240), world=3)
+        for o, (results, *_) in zip(plain, ranks.values(part, given, (0, 240), {}, {}, world=3), strict=True):
+            assert_bitwise_equal("o", o, results["o"])
+
+
+def forward_alone(group, tensors, bounds):
+    context = build_kcp_context(bounds, group)
+    inputs = {name: context.shard(x).requires_grad_() for name, x in tensors.items() if name != "do"}
+    with torch.no_grad():
+        return kcp_chunk_kda(**inputs, cp_context=context, use_qk_l2norm_in_kernel=True)[0]
+
+
+class TestExchanges:
+    def test_one_each_way(self, ranks, tensors):
+        _, given = tensors((0, 100, 240))
+        for events in ranks.values(recorded, given, (0, 100, 240), {}, world=3):
+            assert [e for e in events if e in ("start", "wait")] == ["start", "wait"] * 2
+
+    def test_none_where_nothing_crosses(self, ranks, tensors):
+        _, given = tensors(PACKS["ends on borders"])
+        for events in ranks.values(recorded, given, PACKS["ends on borders"], {}, world=4):
+            assert not {"start", "wait"} & set(events)
+
+    def test_other_documents_are_walked_meanwhile(self, ranks, tensors):
+        bounds = (0, 20, 90, 110, 180, 200)
+        _, given = tensors(bounds)
+        for events in ranks.values(recorded, given, bounds, {}, world=2):
+            # A whole document is walked between an exchange's start and the wait for it, both ways.
+            (start, back), (wait, back_wait) = (
+                [i for i, e in enumerate(events) if e == kind] for kind in ("start", "wait")
+            )
+            assert "scan" in events[start:wait]
+            assert {"adj", "out"} <= set(events[back:back_wait])
+
+    @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
+    def test_checkpoints_replay_them(self, ranks, tensors, reentrant):
+        bounds = (0, 100, 240)
+        _, given = tensors(bounds)
+        plain = ranks.values(part, given, bounds, {}, {}, world=3)
+        replayed = ranks.values(checkpointed, given, bounds, reentrant, (0, 1, 2), world=3)
+        for (got, starts), (expected, *_) in zip(replayed, plain, strict=True):
+            assert starts == 3
+            for name, x in got.items():
+                assert_bitwise_equal(name, x, expected[name])
+
+    @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
+    def test_a_replay_on_some_ranks_only_is_an_error(self, ranks, tensors, reentrant):
+        _, given = tensors((0, 240))
+        for who in ((1,), (0, 2)):
+            outcomes = ranks.run(checkpointed, given, (0, 240), reentrant, who, world=3)
+            assert [outcome.error for outcome in outcomes] == ["RuntimeError"] * 3
+            for outcome in outcomes:
+                assert "is activation checkpointing on for some ranks only?" in outcome.message
+        # Every rank has seen it, and the next call finds them together again.
+        assert len(ranks.values(part, given, (0, 240), {}, {}, world=3)) == 3
+
+    @pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["in order", "in reverse"])
+    def test_interleaved_micro_batches(self, ranks, tensors, order):
+        packs = ((0, 100, 240), (0, 240))
+        given = [tensors(bounds, seed=i)[1] for i, bounds in enumerate(packs)]
+        mixed = ranks.values(interleaved, given, packs, order, world=3)
+        for i, bounds in enumerate(packs):
+            apart = ranks.values(part, given[i], bounds, {}, {}, world=3)
+            for got, (expected, *_) in zip(mixed, apart, strict=True):
+                for name, x in got[i].items():
+                    assert_bitwise_equal(name, x, expected[name])
+
+
+class _Recorder:
+    """Notes exchanges and stages in the order in which they begin."""
+
+    def __init__(self, stages, events):
+        self._stages, self._events = stages, events
+
+    def __getattr__(self, name):
+        self._events.append(name)
+        return getattr(self._stages, name)
+
+
+def recorded(group, tensors, bounds, how):
+    from cake.kda import _kcp
+
+    events, patch = [], pytest.MonkeyPatch()
+    original = _kcp._stages.stages
+    with patch.context() as change:
+        for name in ("start", "wait"):
+            keep = getattr(_exchange.Exchange, name)
+
+            def note(self, keep=keep, name=name):
+                events.append(name)
+                return keep(self)
+
+            change.setattr(_exchange.Exchange, name, note)
+        change.setattr(_kcp._stages, "stages", lambda backend: _Recorder(original(backend), events))
+        part(group, tensors, bounds, how, {})
+    return events
+
+
+def checkpointed(group, tensors, bounds, reentrant, who):
+    """A call inside a checkpoint on the ranks `who`, and how many exchanges it took."""
+    context = build_kcp_context(bounds, group)
+    inputs = {name: context.shard(x).detach().requires_grad_() for name, x in tensors.items() if name != "do"}
+    starts = []
+    keep = _exchange.Exchange.start
+
+    def start(self):
+        starts.append(1)
+        keep(self)
+
+    def layer(*values):
+        arguments = dict(zip(inputs, values, strict=True))
+        return kcp_chunk_kda(**arguments, cp_context=context, use_qk_l2norm_in_kernel=True)[0]
+
+    with pytest.MonkeyPatch().context() as change:
+        change.setattr(_exchange.Exchange, "start", start)
+        if context.rank in who:
+            o = checkpoint(layer, *inputs.values(), use_reentrant=reentrant)
+        else:
+            o = layer(*inputs.values())
+        o.backward(context.shard(tensors["do"]))
+    return {"o": o.detach()} | {f"d{name}": x.grad for name, x in inputs.items()}, len(starts)
+
+
+def interleaved(group, tensors, packs, order):
+    """Both forwards, then both backwards in the given order."""
+    calls = []
+    for given, bounds in zip(tensors, packs, strict=True):
+        context = build_kcp_context(bounds, group)
+        inputs = {
+            name: context.shard(x).detach().requires_grad_() for name, x in given.items() if name != "do"
+        }
+        o, _ = kcp_chunk_kda(**inputs, cp_context=context, use_qk_l2norm_in_kernel=True)
+        calls.append((inputs, o, context.shard(given["do"])))
+    results = {}
+    for i in order:
+        inputs, o, do = calls[i]
+        gradients = torch.autograd.grad(o, list(inputs.values()), do)
+        results[i] = {"o": o.detach()} | {f"d{n}": x for n, x in zip(inputs, gradients, strict=True)}
+    return results
+
+
+class TestFla:
+    """flash-linear-attention's contexts: its partition and its exchange around the op's own stages."""
+
+    @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+    @pytest.mark.parametrize("pack", ["one document", "short ones", "long and short"])
+    def test_accuracy(self, ranks, tensors, assert_accurate, layout, pack):
+        for world in (1, 2, 3, 4):
+            case, given = tensors(PACKS[pack], heads=(1, 2), gate=-0.05)
+            parts = ranks.values(under_fla, given, PACKS[pack], layout, False, world=world)
+            assert_accurate(case, parts)
+            assert {route for *_, route in parts} == {
+                "flash-linear-attention's context parallelism, det, torch, states saved"
+            }
+
+    @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+    def test_its_own_contexts(self, ranks, tensors, assert_accurate, layout):
+        pytest.importorskip("fla.ops.cp", reason="flash-linear-attention isn't installed")
+        case, given = tensors(PACKS["short ones"], heads=(1, 2), gate=-0.05)
+        assert_accurate(case, ranks.values(under_fla, given, PACKS["short ones"], layout, True, world=3))
+
+    def test_every_rank_exchanges_always(self, ranks, tensors):
+        """A rank can't see whether others have anything to say, and theirs would wait for it."""
+        _, given = tensors((0, 120, 240))
+        assert ranks.values(fla_exchanges, given, (0, 120, 240), world=2) == [2, 2]
+
+
+def fla_context(bounds, group, layout):
+    """What flash-linear-attention's builder gives a rank, from the definition of its fields."""
+    rank, world = cp._context.rank_and_world(group)
+    parts = world if layout == "contiguous" else 2 * world
+    share = bounds[-1] // parts
+    places = [rank] if layout == "contiguous" else [rank, 2 * world - 1 - rank]
+    local, counts, before, after = [0], [], [], []
+    for place in places:
+        start, end = place * share, (place + 1) * share
+        cuts = sorted({start, end, *(b for b in bounds if start < b < end)})
+        documents = [max(i for i, b in enumerate(bounds[:-1]) if b <= c) for c in cuts[:-1]]
+        counts.append(len(documents))
+        local += [local[-1] + b - start for b in cuts[1:]]
+        before.append(place - bounds[documents[0]] // share)
+        after.append((bounds[documents[-1] + 1] - 1) // share - place)
+    kind = type("FLACPContext", (SimpleNamespace,), {"__module__": "fla.ops.cp.context"})
+    common = {"group": group or torch.distributed.group.WORLD, "layout": layout}
+    common["cu_seqlens_cpu"] = torch.tensor(local, dtype=torch.int32)
+    if layout == "contiguous":
+        return kind(**common, pre_num_ranks=before[0], post_num_ranks=after[0])
+    edges = {"pre_num_ranks_by_part": tuple(before), "post_num_ranks_by_part": tuple(after)}
+    return kind(**common, front_num_seqs=counts[0], part_len=share, **edges)
+
+
+def under_fla(group, tensors, bounds, layout, theirs):
+    ours = build_kcp_context(bounds, group, layout=layout)
+    if theirs:
+        from fla.ops.cp import build_cp_context
+
+        cu = torch.tensor(bounds)
+        context = build_cp_context(
+            cu, group=group or torch.distributed.group.WORLD, cu_seqlens_cpu=cu, layout=layout
+        )
+    else:
+        context = fla_context(bounds, group, layout)
+    inputs = {name: ours.shard(x).detach().requires_grad_() for name, x in tensors.items() if name != "do"}
+    o, _ = chunk_kda(**inputs, cp_context=context, use_qk_l2norm_in_kernel=True, variant="fast")
+    route = str(last_route())
+    gradients = torch.autograd.grad(o, list(inputs.values()), ours.shard(tensors["do"]))
+    results = {"o": o.detach()} | {f"d{name}": x for name, x in zip(inputs, gradients, strict=True)}
+    return results, ours.fragments, ours.boundaries, route
+
+
+def fla_exchanges(group, tensors, bounds):
+    starts = []
+    keep = _exchange.Exchange.start
+
+    def start(self):
+        starts.append(1)
+        keep(self)
+
+    with pytest.MonkeyPatch().context() as change:
+        change.setattr(_exchange.Exchange, "start", start)
+        under_fla(group, tensors, bounds, "contiguous", False)
+    return len(starts)
+
+
+class TestRefusals:
+    """On every rank, when the call is made, before anything is exchanged."""
+
+    @pytest.fixture(autouse=True)
+    def _no_exchange(self, monkeypatch):
+        def forbidden(*_):
+            raise AssertionError("a refused call must not communicate")
+
+        monkeypatch.setattr(_exchange, "_gather", forbidden)
+
+    @pytest.fixture(params=[0, 1, 2], ids="rank{}".format)
+    def context(self, request, monkeypatch):
+        import torch.distributed as dist
+
+        monkeypatch.setattr(dist, "is_initialized", lambda: True)
+        monkeypatch.setattr(dist, "get_rank", lambda group=None: request.param)
+        monkeypatch.setattr(dist, "get_world_size", lambda group=None: 3)
+        return build_kcp_context((0, 240))
+
+    @pytest.fixture
+    def arguments(self, tensors):
+        _, given = tensors((0, 80))
+        return {name: x for name, x in given.items() if name != "do"}
+
+    @pytest.fixture(params=["kcp", "fla"])
+    def any_context(self, request, context):
+        return context if request.param == "kcp" else fla_context((0, 240), object(), "contiguous")
+
+    @pytest.mark.parametrize("function", [chunk_kda, kcp_chunk_kda])
+    def test_states(self, context, arguments, function):
+        state = torch.zeros(1, 2, 128, 128)
+        with pytest.raises(ValueError, match="initial_state must be None under cp_context, got a tensor"):
+            function(**arguments, cp_context=context, initial_state=state)
+        with pytest.raises(ValueError, match="output_final_state must be False under cp_context, got True"):
+            function(**arguments, cp_context=context, output_final_state=True)
+
+    def test_states_under_any_context(self, any_context, arguments):
+        with pytest.raises(ValueError, match="initial_state must be None under cp_context"):
+            chunk_kda(**arguments, cp_context=any_context, initial_state=torch.zeros(1, 2, 128, 128))
+        with pytest.raises(ValueError, match="output_final_state must be False under cp_context"):
+            chunk_kda(**arguments, cp_context=any_context, output_final_state=True)
+
+    def test_other_tokens(self, any_context, arguments):
+        shorter = {name: x[:, :79] for name, x in arguments.items()}
+        with pytest.raises(ValueError, match=r"q must be \[1, 80, H, 128\], this rank's tokens .* T=79"):
+            chunk_kda(**shorter, cp_context=any_context)
+        rows = {name: x.expand(2, *x.shape[1:]) for name, x in arguments.items()}
+        with pytest.raises(ValueError, match="got B=2 and T=80"):
+            chunk_kda(**rows, cp_context=any_context)
+
+    def test_wrong_inputs(self, any_context, arguments):
+        with pytest.raises(TypeError, match="q must be bfloat16"):
+            chunk_kda(**{**arguments, "q": arguments["q"].float()}, cp_context=any_context)
+        with pytest.raises(NotImplementedError, match="chunk_size must be 64, got 32"):
+            chunk_kda(**arguments, cp_context=any_context, chunk_size=32)
+
+    def test_a_backend_without_the_stages(self, any_context, arguments, monkeypatch):
+        from cake.kda import _stages
+
+        monkeypatch.setattr(_stages, "backend_name", lambda device, requested: "cuda")
+        with pytest.raises(NotImplementedError, match=r"by the torch backend alone, got .* backend 'cuda'"):
+            chunk_kda(**arguments, cp_context=any_context)
+
+    def test_kcp_alone(self, arguments, context):
+        for given in (None, fla_context((0, 240), object(), "contiguous")):
+            with pytest.raises(NotImplementedError, match="must be a KcpContext of build_kcp_context, got"):
+                kcp_chunk_kda(**arguments, cp_context=given)
+
+    def test_something_else(self, arguments):
+        with pytest.raises(TypeError, match=r"must be a KcpContext .* got str"):
+            chunk_kda(**arguments, cp_context="ring")
+
+
+def test_the_contexts_boundaries_replace_the_arguments(tensors):
+    _, given = tensors((0, 30, 100))
+    arguments = {name: x for name, x in given.items() if name != "do"}
+    context = build_kcp_context((0, 30, 100))
+    o, final = kcp_chunk_kda(**arguments, cp_context=context)
+    assert final is None
+    assert str(last_route()) == "KCP, det, torch, states saved"
+    again, _ = chunk_kda(
+        **arguments, cp_context=context, cu_seqlens=torch.tensor([0, 100]), cu_seqlens_cpu=[5]
+    )
+    assert_bitwise_equal("o", again, o)
+    single, _ = chunk_kda(**arguments, cu_seqlens_cpu=[0, 30, 100])
+    assert_bitwise_equal("o", o, single)
+
+
+def test_a_call_without_tokens(tensors):
+    _, given = tensors((0, 0))
+    inputs = [given[name].requires_grad_() for name in ("q", "k", "v", "g", "beta")]
+    before = last_route()
+    o, _ = chunk_kda(*inputs, cp_context=build_kcp_context((0, 0)))
+    assert o.shape == (1, 0, 2, 128)
+    assert last_route() is before
+    assert [x.shape for x in torch.autograd.grad(o.sum(), inputs)] == [x.shape for x in inputs]
