@@ -133,6 +133,7 @@ class OpSpec:
         check_args: "module:function" called with the parsed arguments (a mapping) once the op is selected;
             raises ValueError for a combination that the op refuses.
         bench: "module:attribute" that ``cake bench`` reads.
+        verify: "module:attribute" that ``cake verify`` reads.
         prebuild_params: model parameters that ``prebuild`` accepts for the op -> one line of help.
 
     Raises:
@@ -149,6 +150,7 @@ class OpSpec:
     flags: tuple[Flag, ...] = ()
     check_args: str | None = None
     bench: str | None = None
+    verify: str | None = None
     prebuild_params: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -172,9 +174,9 @@ class OpSpec:
                     f"OpSpec.{what} of {self.name!r} must have distinct names, got {doubled} twice"
                 )
         targets = dict(self.entry_points)
-        targets.update(
-            {k: v for k, v in (("check_args", self.check_args), ("bench", self.bench)) if v is not None}
-        )
+        for what in ("check_args", "bench", "verify"):
+            if (target := getattr(self, what)) is not None:
+                targets[what] = target
         for what, target in targets.items():
             if not _TARGET.match(target):
                 raise ValueError(f"{what!r} of {self.name!r} must be 'module:attribute', got {target!r}")

@@ -22,6 +22,7 @@ SPEC = OpSpec(
     },
     bench="cake.gdn.bench:BENCH",
     verify="cake.gdn.verify:VERIFY",
+    verify="cake.gdn.verify:VERIFY",
     flags=(
         Flag(
             name="recompute-state",

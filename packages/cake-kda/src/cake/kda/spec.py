@@ -15,6 +15,7 @@ SPEC = OpSpec(
     kernel_packages=(KernelPackage(name="kda", module="cake.kda", path="csrc"),),
     entry_points={"chunk_kda": "cake.kda.api:chunk_kda"},
     bench="cake.kda.bench:BENCH",
+    verify="cake.kda.verify:VERIFY",
     flags=(
         Flag(
             name="recompute-state",

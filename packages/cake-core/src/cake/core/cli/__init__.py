@@ -22,6 +22,7 @@ COMMANDS: tuple[tuple[str, str, str], ...] = (
     ("cache", "cache", "show, clear, export or import compiled libraries"),
     ("manifest", "manifest", "print versions and kernel hashes as JSON, for a run's log"),
     ("vendor", "vendor", "copy kernel sources into an op, and check the copies"),
+    ("verify", "verify", "prove on this machine that ops are accurate and repeat bit for bit"),
     ("bench", "bench", "time an op's passes on this machine"),
 )
 """(command, module below ``cake.core.cli``, one line of help)."""

@@ -65,6 +65,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     """Measure, print the table and write the JSON; 1 where an arm of the op failed or two arms disagreed."""
     from cake.core import registry
+    from cake.core.cli._device import device_of
     from cake.core.errors import ConfigError
 
     spec = registry.op_spec(args.op)
@@ -74,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     if args.list:
         return _list(bench)
     try:
-        device = _device(args.device)
+        device = device_of(args.device)
         plan = _plan(args, bench, device)
     except ValueError as error:
         print(f"cake bench: {error}", file=sys.stderr)
@@ -213,22 +214,6 @@ def _plan(args: argparse.Namespace, bench: Bench, device: torch.device) -> Plan:
 
 def _with_modes(arm: Arm, modes: list[str]) -> Arm:
     return replace(arm, modes=tuple(mode for mode in arm.modes if str(mode) in modes))
-
-
-def _device(name: str | None) -> torch.device:
-    import torch
-
-    if name is None:
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(name)
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"--device must be a CPU or a CUDA GPU, got {name!r}")
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError(f"--device {name}: there is no CUDA GPU")
-        device = torch.device("cuda", device.index or 0)
-        torch.cuda.set_device(device)
-    return device
 
 
 def _list(bench: Bench) -> int:

@@ -1,0 +1,31 @@
+"""The option --device of commands that run an op."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["device_of"]
+
+
+def device_of(name: str | None) -> torch.device:
+    """The device of that name, which becomes the current one; by default the GPU if there is one.
+
+    Raises:
+        ValueError: No CPU or CUDA GPU, or one that isn't there.
+    """
+    import torch
+
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device must be a CPU or a CUDA GPU, got {name!r}")
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(f"--device {name}: there is no CUDA GPU")
+        device = torch.device("cuda", device.index or 0)
+        torch.cuda.set_device(device)
+    return device
