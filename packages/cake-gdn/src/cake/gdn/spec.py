@@ -22,7 +22,6 @@ SPEC = OpSpec(
     },
     bench="cake.gdn.bench:BENCH",
     verify="cake.gdn.verify:VERIFY",
-    verify="cake.gdn.verify:VERIFY",
     flags=(
         Flag(
             name="recompute-state",
