@@ -567,6 +567,35 @@ def test_the_contexts_boundaries_replace_the_arguments(tensors):
     assert_bitwise_equal("o", o, single)
 
 
+def test_a_compiled_region_breaks_at_the_call(ranks, tensors):
+    _, given = tensors((0, 240))
+    for (results, broken), (expected, *_) in zip(
+        ranks.values(compiled, given, (0, 240), world=2),
+        ranks.values(part, given, (0, 240), {}, {}, world=2),
+        strict=True,
+    ):
+        assert "torch.compiler.disable" in broken
+        for name, x in results.items():
+            assert_bitwise_equal(name, x, expected[name])
+
+
+def compiled(group, tensors, bounds):
+    context = build_kcp_context(bounds, group)
+    inputs = {name: context.shard(x).detach().requires_grad_() for name, x in tensors.items() if name != "do"}
+
+    def layer(q, k, v, g, beta):
+        o, _ = chunk_gated_delta_rule(q, k, v, g, beta, cp_context=context, use_qk_l2norm_in_kernel=True)
+        return 1 * o
+
+    o = torch.compile(layer, backend="aot_eager")(*inputs.values())
+    gradients = torch.autograd.grad(o, list(inputs.values()), context.shard(tensors["do"]))
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported) as refused:
+        torch.compile(layer, backend="aot_eager", fullgraph=True)(*inputs.values())
+    results = {"o": o.detach()} | {f"d{name}": x for name, x in zip(inputs, gradients, strict=True)}
+    return results, str(refused.value)
+
+
 def test_a_call_without_tokens(tensors):
     _, given = tensors((0, 0))
     inputs = [given[name].requires_grad_() for name in ("q", "k", "v", "g", "beta")]

@@ -27,6 +27,8 @@ FP32 = torch.float32
 _INPUTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias")
 
 
+# No tracer sees an exchange.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def run(tensors: Tensors, call: Call, context: cp.Call) -> torch.Tensor:
     """The output, on the graph if a backward can follow."""
     if call.seqs.total:

@@ -12,14 +12,13 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from cake.core.cp._context import KcpContext, rank_and_world
 from cake.core.cp._plan import ROLES, Direction, Plan
 from cake.core.sequences import Sequences, host_values, packed
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["Call", "of_call"]
 
@@ -77,6 +76,8 @@ class _Part:
     after: int
 
 
+# A compiled region breaks here: nothing of a context is for a tracer.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def of_call(context: Any, device: torch.device) -> Call:
     """What a call on `device` under a context runs.
 
