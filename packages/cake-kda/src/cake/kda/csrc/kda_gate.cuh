@@ -53,7 +53,8 @@ struct Softplus {
   float value, log2, sigmoid;
 
   __device__ __forceinline__ explicit Softplus(float x) {
-    const float y = ex2(-fabsf(x) * kLog2E), z = __fdividef(y, 2.f + y), w = z * z;
+    const float within = fmaxf(x, kLinearBelow);  // no branch: a thread has many of these in flight
+    const float y = ex2(-fabsf(within) * kLog2E), z = __fdividef(y, 2.f + y), w = z * z;
     float series = fmaf(w, 1.f / 13, 1.f / 11);
     series = fmaf(w, series, 1.f / 9);
     series = fmaf(w, series, 1.f / 7);
@@ -61,7 +62,7 @@ struct Softplus {
     series = fmaf(w, series, 1.f / 3);
     series = fmaf(w, series, 1.f);
     value = fmaf(2.f * z, series, fmaxf(x, 0.f));
-    log2 = x < kLinearBelow ? x * kLog2E : __log2f(value);
+    log2 = fmaf(x - within, kLog2E, __log2f(value));
     sigmoid = __fdividef(x < 0.f ? y : 1.f, 1.f + y);
   }
 };

@@ -10,11 +10,12 @@
 //
 // Pairs. 2^(b_i - b_j) is at most 1 for i > j, but 2^b_i and 2^-b_j apart would under- and overflow. Each pair i > j meets
 // exactly once in a binary tree over the rows: at the node of 2 w rows that has i in its right half and j in its left one.
-// With r = b of the left half's last row, 2^(b_i - b_j) = 2^(b_i - r) 2^(r - b_j), both at most 1: nothing underflows that
-// isn't 0 anyway, and no gate needs a bound. 8 right rows of q, the same 8 of k and 8 left rows of k are one m16n8 product,
-// A above N, in tf32: bf16 operands would cost T its accuracy where keys repeat. The upper two levels are cut into such
-// products evenly; of the lower four, a warp makes those of its own 16 rows, each level's right rows against all its left
-// ones at once, and drops what crosses nodes.
+// With r = b of the left half's last row (the border), 2^(b_i - b_j) = 2^(b_i - r) 2^(r - b_j), both at most 1: nothing
+// underflows that isn't 0 anyway, and no gate needs a bound. 8 right rows of q, the same 8 of k and 8 left rows of k are one
+// m16n8 product, A above N, in tf32: bf16 operands would cost T its accuracy where keys repeat. The upper two levels are cut
+// into such products evenly. Of the lower four, a warp makes those of its own 16 rows, each level's right rows against all
+// its left ones at once, and drops what crosses nodes. Where these 16 rows decay little enough, as their values say and as
+// they always do under a gate's bound of -5, one border in their middle serves all their pairs instead.
 #pragma once
 
 #include "cake/frag.cuh"
@@ -69,6 +70,9 @@ __device__ __forceinline__ uint32_t b_offset(int row, int channel) {
   return (row * 512 + channel * 4) ^ (((row ^ (row >> 1)) & 1) << 6);
 }
 
+// Where gates in bf16, rows of 256 bytes, wait in b.
+constexpr uint32_t kRawOffset = kChunk * kHeadDim * 2;
+
 __device__ __forceinline__ float4 ld_floats(uint32_t addr) {
   const uint4 v = ld_shared_16(addr);
   return make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));
@@ -76,80 +80,135 @@ __device__ __forceinline__ float4 ld_floats(uint32_t addr) {
 
 // ---- gates -------------------------------------------------------------------------------------------------------
 
-// Reads the gates of one channel of a chunk into its column of b, all of them in flight at once.
-template <typename T>
-__device__ __forceinline__ void load_gates(uint32_t b, View<const T> g, const Chunk& chunk, int tokens, int v_head,
-                                           int channel) {
-  const T* row = g.row(chunk.token, tokens, v_head) + channel;
-  float raw[kChunk];
-#pragma unroll
-  for (int i = 0; i < kChunk; ++i) raw[i] = i < chunk.rows ? float(row[i * g.token_stride]) : 0.f;
-#pragma unroll
-  for (int i = 0; i < kChunk; ++i) st_shared_4(b + b_offset(i, channel), __float_as_uint(raw[i]));
-}
-
-// Turns them into b, and returns its last row.
-__device__ __forceinline__ float accumulate_gates(uint32_t b, const PrepArgs& args, const Chunk& chunk, int v_head,
-                                                  int channel) {
-  const Gate gate(args.gate, v_head);
-  const float bias = args.gate.bias_of(v_head, channel);
-  float sum = 0.f;
-  for (int first = 0; first < kChunk; first += 8) {
-    float step[8];
-#pragma unroll
-    for (int i = 0; i < 8; ++i)
-      step[i] = log2_decay(__uint_as_float(ld_shared_4(b + b_offset(first + i, channel))), bias, gate);
+// Starts the copies of a chunk's gates: fp32 to where b will be, bf16 as they lie to its second half.
+__device__ __forceinline__ void load_gates(uint32_t b, const PrepArgs& args, const Chunk& chunk, int v_head, int tid) {
+  const auto& g = args.g.view;
+  const int tokens = args.plan.tokens_per_batch;
+  if (args.g.is_bf16) {
+    const View<const __nv_bfloat16> view{static_cast<const __nv_bfloat16*>(g.data), g.batch_stride, g.token_stride,
+                                         g.head_stride};
+    const __nv_bfloat16* from = view.row(chunk.token, tokens, v_head) + 8 * (tid & 15);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      sum += first + i < chunk.rows ? step[i] : 0.f;
-      st_shared_4(b + b_offset(first + i, channel), __float_as_uint(sum));
+      const int row = 8 * i + (tid >> 4);
+      cp_async_16(b + kRawOffset + row * 256 + 16 * (tid & 15), from + row * g.token_stride, row < chunk.rows);
+    }
+  } else {
+    const View<const float> view{static_cast<const float*>(g.data), g.batch_stride, g.token_stride, g.head_stride};
+    const float* from = view.row(chunk.token, tokens, v_head) + 4 * (tid & 31);
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const int row = 4 * i + (tid >> 5);
+      cp_async_16(b + b_offset(row, 4 * (tid & 31)), from + row * g.token_stride, row < chunk.rows);
+    }
+  }
+}
+
+// Turns one channel's gates into b, and returns its last row. All threads, each with its channel.
+template <GateKind kKind, bool kBf16>
+__device__ __forceinline__ float accumulate_gates(uint32_t b, const PrepArgs& args, int rows, int v_head, int channel) {
+  Gate gate(args.gate, v_head);
+  gate.kind = kKind;
+  const float bias = kKind == GateKind::kNone ? 0.f : args.gate.bias_of(v_head, channel);
+  float sum = 0.f;
+  for (int first = 0; first < kChunk; first += kChunk / 2) {
+    float x[kChunk / 2];
+#pragma unroll
+    for (int i = 0; i < kChunk / 2; ++i)
+      x[i] = kBf16 ? bf16_lo(ld_shared_2(b + kRawOffset + (first + i) * 256 + channel * 2))
+                   : __uint_as_float(ld_shared_4(b + first * 512 + b_offset(i, channel)));
+    if (kBf16 && first > 0) __syncthreads();  // b takes over the place of what everyone has read by now
+#pragma unroll
+    for (int i = 0; i < kChunk / 2; ++i) {
+      const float step = log2_decay(x[i], bias, gate);
+      sum += first + i < rows ? step : 0.f;
+      st_shared_4(b + first * 512 + b_offset(i, channel), __float_as_uint(sum));
     }
   }
   return sum;
 }
 
+template <bool kBf16>
+__device__ __forceinline__ float accumulate_gates(uint32_t b, const PrepArgs& args, int rows, int v_head, int channel) {
+  if (args.gate.kind == GateKind::kNone)
+    return accumulate_gates<GateKind::kNone, kBf16>(b, args, rows, v_head, channel);
+  if (args.gate.kind == GateKind::kStandard)
+    return accumulate_gates<GateKind::kStandard, kBf16>(b, args, rows, v_head, channel);
+  return accumulate_gates<GateKind::kBounded, kBf16>(b, args, rows, v_head, channel);
+}
+
 // ---- pairs -------------------------------------------------------------------------------------------------------
 
-// Rounded to the 10 bits of a mantissa that the product keeps.
-__device__ __forceinline__ uint32_t tf32(float x) { return __float_as_uint(x) + 0x1000u; }
+// A product drops what its operands have beyond 10 bits of mantissa. Factors are this much larger in log2, 0.72 / 2^11, which
+// makes up for it on average; bf16 values times such a factor of 1 come out exact.
+constexpr float kTf32Bias = 5.07e-4f;
 
-// Adds the products of kRight groups of 8 right rows with kLeft groups of 8 left ones. Lane 4 g + t gives the g-th row of
-// each group (channels 4 t .. 4 t + 3 of each 16) and its node's border row. Row g of a product's 16 is the group's q, row
-// g + 8 its k.
-template <int kRight, int kLeft>
-__device__ __forceinline__ void add_pairs(float (&acc)[kRight][kLeft][4], const PrepShared& s,
+// What the left rows of a product are: others than its right rows, the border row itself, or the right rows.
+enum class Left { kOthers, kBorder, kRight };
+
+// Adds the products of kRight groups of 8 right rows with kLeft groups of 8 left ones, acc[i * kLeft + j]. Lane 4 g + t gives
+// the g-th row of each group (channels 4 t .. 4 t + 3 of each 16) and its node's border row. Row g of a product's 16 is the
+// group's q, row g + 8 its k.
+template <int kRight, int kLeft, Left kWhich = Left::kOthers>
+__device__ __forceinline__ void add_pairs(float (&acc)[kRight * kLeft][4], const PrepShared& s,
                                           const int (&right)[kRight], const int (&left)[kLeft], int border, int lane) {
   const int channel0 = 4 * (lane & 3);
   const uint32_t q = smem_addr(s.rows.q), k = smem_addr(s.rows.k), b = smem_addr(s.b);
-  const uint32_t at_border = b + b_offset(border, channel0);
-#pragma unroll(kRight* kLeft > 1 ? 2 : 4)
-  for (int c = 0; c < kHeadDim / 16; ++c) {
-    const float4 r = ld_floats(at_border ^ (c << 6));
-    uint32_t x[kRight][2][4], y[kLeft][2][2];
+  uint32_t b_right[kRight], b_left[kLeft], row_right[kRight], row_left[kLeft];
 #pragma unroll
-    for (int i = 0; i < kRight; ++i) {
-      const float4 bi = ld_floats((b + b_offset(right[i], channel0)) ^ (c << 6));
-      const uint2 qi = ld_shared_8((q + row_offset(right[i], channel0)) ^ (c << 5));
-      const uint2 ki = ld_shared_8((k + row_offset(right[i], channel0)) ^ (c << 5));
-      const float f[4] = {ex2(bi.x - r.x), ex2(bi.y - r.y), ex2(bi.z - r.z), ex2(bi.w - r.w)};
-      x[i][0][0] = tf32(bf16_lo(qi.x) * f[0]), x[i][0][1] = tf32(bf16_lo(ki.x) * f[0]);
-      x[i][0][2] = tf32(bf16_hi(qi.x) * f[1]), x[i][0][3] = tf32(bf16_hi(ki.x) * f[1]);
-      x[i][1][0] = tf32(bf16_lo(qi.y) * f[2]), x[i][1][1] = tf32(bf16_lo(ki.y) * f[2]);
-      x[i][1][2] = tf32(bf16_hi(qi.y) * f[3]), x[i][1][3] = tf32(bf16_hi(ki.y) * f[3]);
+  for (int i = 0; i < kRight; ++i)
+    b_right[i] = b + b_offset(right[i], channel0), row_right[i] = row_offset(right[i], channel0);
+#pragma unroll
+  for (int j = 0; j < kLeft; ++j)
+    b_left[j] = b + b_offset(left[j], channel0), row_left[j] = k + row_offset(left[j], channel0);
+  const uint32_t b_border = b + b_offset(border, channel0);
+#pragma unroll 1
+  for (int half = 0; half < 2; ++half) {
+#pragma unroll
+    for (int c = 0; c < kHeadDim / 32; ++c) {
+      // The swizzles reach the lowest bit of c in b and the lowest two in rows.
+      const auto b_at = [=](uint32_t base) { return ld_floats((base ^ ((c & 1) << 6)) + (c >> 1) * 128 + half * 256); };
+      const auto row_at = [=](uint32_t base) { return ld_shared_8((base ^ (c << 5)) + half * 128); };
+      const float4 r = b_at(b_border);
+      const float low[4] = {r.x - kTf32Bias, r.y - kTf32Bias, r.z - kTf32Bias, r.w - kTf32Bias};
+      const float high[4] = {r.x + kTf32Bias, r.y + kTf32Bias, r.z + kTf32Bias, r.w + kTf32Bias};
+      uint32_t x[kRight][2][4], y[kLeft][2][2];
+      uint2 ki[kRight];
+      float4 bi[kRight];
+#pragma unroll
+      for (int i = 0; i < kRight; ++i) {
+        bi[i] = b_at(b_right[i]);
+        const uint2 qi = row_at(q + row_right[i]);
+        ki[i] = row_at(k + row_right[i]);
+        const float f[4] = {ex2(bi[i].x - low[0]), ex2(bi[i].y - low[1]), ex2(bi[i].z - low[2]), ex2(bi[i].w - low[3])};
+        const float q4[4] = {bf16_lo(qi.x), bf16_hi(qi.x), bf16_lo(qi.y), bf16_hi(qi.y)};
+        const float k4[4] = {bf16_lo(ki[i].x), bf16_hi(ki[i].x), bf16_lo(ki[i].y), bf16_hi(ki[i].y)};
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          x[i][e >> 1][2 * (e & 1)] = __float_as_uint(q4[e] * f[e]);
+          x[i][e >> 1][2 * (e & 1) + 1] = __float_as_uint(k4[e] * f[e]);
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < kLeft; ++j) {
+        const uint2 kj = kWhich == Left::kRight ? ki[j] : row_at(row_left[j]);
+        float k4[4] = {bf16_lo(kj.x), bf16_hi(kj.x), bf16_lo(kj.y), bf16_hi(kj.y)};
+        if constexpr (kWhich != Left::kBorder) {
+          const float4 bj = kWhich == Left::kRight ? bi[j] : b_at(b_left[j]);
+          k4[0] *= ex2(high[0] - bj.x), k4[1] *= ex2(high[1] - bj.y);
+          k4[2] *= ex2(high[2] - bj.z), k4[3] *= ex2(high[3] - bj.w);
+        }
+#pragma unroll
+        for (int e = 0; e < 4; ++e) y[j][e >> 1][e & 1] = __float_as_uint(k4[e]);
+      }
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+#pragma unroll
+        for (int i = 0; i < kRight; ++i)
+#pragma unroll
+          for (int j = 0; j < kLeft; ++j)
+            if (kWhich != Left::kRight || j <= i) mma_tf32(acc[i * kLeft + j], x[i][h], y[j][h]);
     }
-#pragma unroll
-    for (int j = 0; j < kLeft; ++j) {
-      const float4 bj = ld_floats((b + b_offset(left[j], channel0)) ^ (c << 6));
-      const uint2 kj = ld_shared_8((k + row_offset(left[j], channel0)) ^ (c << 5));
-      y[j][0][0] = tf32(bf16_lo(kj.x) * ex2(r.x - bj.x)), y[j][0][1] = tf32(bf16_hi(kj.x) * ex2(r.y - bj.y));
-      y[j][1][0] = tf32(bf16_lo(kj.y) * ex2(r.z - bj.z)), y[j][1][1] = tf32(bf16_hi(kj.y) * ex2(r.w - bj.w));
-    }
-#pragma unroll
-    for (int h = 0; h < 2; ++h)
-#pragma unroll
-      for (int i = 0; i < kRight; ++i)
-#pragma unroll
-        for (int j = 0; j < kLeft; ++j) mma_tf32(acc[i][j], x[i][h], y[j][h]);
   }
 }
 
@@ -159,11 +218,23 @@ __device__ __forceinline__ int left_row(int i) {
   return (i & ~(w - 1)) * 2 + (i & (w - 1));
 }
 
+// Whether the 16 rows from `row0` on decay by so little, in every channel, that the row in their middle can be the border of
+// all of them: its factors stay within 2^+-64.
+__device__ __forceinline__ bool is_narrow(const PrepShared& s, int row0, int lane) {
+  const uint32_t b = smem_addr(s.b);
+  const float4 first = ld_floats(b + b_offset(row0, 4 * lane)), middle = ld_floats(b + b_offset(row0 + 7, 4 * lane)),
+               last = ld_floats(b + b_offset(row0 + 15, 4 * lane));
+  const float rise =
+      fmaxf(fmaxf(first.x - middle.x, first.y - middle.y), fmaxf(first.z - middle.z, first.w - middle.w));
+  const float fall = fmaxf(fmaxf(middle.x - last.x, middle.y - last.y), fmaxf(middle.z - last.z, middle.w - last.w));
+  return __all_sync(0xffffffffu, fmaxf(rise, fall) <= 64.f);
+}
+
 // One level of the 16 rows from `row0` on.
 template <int w>
-__device__ __forceinline__ void add_level(float (&acc)[1][1][4], const PrepShared& s, int row0, int lane) {
+__device__ __forceinline__ void add_level(float (&acc)[1][4], const PrepShared& s, int row0, int lane) {
   const int left = row0 + left_row<w>(lane >> 2);
-  add_pairs<1, 1>(acc, s, {left + w}, {left}, left | (w - 1), lane);
+  add_pairs<1, 1, w == 1 ? Left::kBorder : Left::kOthers>(acc, s, {left + w}, {left}, left | (w - 1), lane);
 }
 
 // Stores what a product says of row i: A in columns j0 and j1 where they belong to it.
@@ -181,9 +252,9 @@ __device__ __forceinline__ void put_pairs(PrepShared& s, const float (&acc)[4], 
 }
 
 template <int w>
-__device__ __forceinline__ void put_level(PrepShared& s, const float (&acc)[1][1][4], int row0, int lane) {
+__device__ __forceinline__ void put_level(PrepShared& s, const float (&acc)[1][4], int row0, int lane) {
   const int g = lane >> 2, t = lane & 3;
-  put_pairs(s, acc[0][0], row0 + left_row<w>(g) + w, {row0 + left_row<w>(2 * t), row0 + left_row<w>(2 * t + 1)},
+  put_pairs(s, acc[0], row0 + left_row<w>(g) + w, {row0 + left_row<w>(2 * t), row0 + left_row<w>(2 * t + 1)},
             {g / w == 2 * t / w, g / w == (2 * t + 1) / w});
 }
 
@@ -220,67 +291,67 @@ static __global__ void __launch_bounds__(kPrepThreads, kPrepCtasPerSm)
   const int tokens = args.plan.tokens_per_batch;
   const int64_t image = int64_t(index) * args.v_heads + v_head;
   const uint32_t q_rows = smem_addr(s.rows.q), k_rows = smem_addr(s.rows.k), b = smem_addr(s.b);
-  const int group0 = tid & 15;  // of 8 channels, where 16 threads share a row
 
-  // ---- q and k, then the gates: a thread has a channel ----
+  // ---- the gates, then q and k: 16 threads load a row, whose place in the swizzle is a thread's own ----
+  const int row8 = tid >> 4, group = tid & 15;
+  const uint32_t row_at = row_offset(row8, 8 * group), b_at = b_offset(row8, 8 * group);
+  load_gates(b, args, chunk, v_head, tid);
+  cp_async_commit();
   {
-    const __nv_bfloat16* q = args.q.row(chunk.token, tokens, head) + 8 * group0;
-    const __nv_bfloat16* k = args.k.row(chunk.token, tokens, head) + 8 * group0;
+    const __nv_bfloat16* q = args.q.row(chunk.token, tokens, head) + 8 * group;
+    const __nv_bfloat16* k = args.k.row(chunk.token, tokens, head) + 8 * group;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const int row = 8 * i + (tid >> 4);
-      cp_async_16(q_rows + row_offset(row, 8 * group0), q + row * args.q.token_stride, row < chunk.rows);
-      cp_async_16(k_rows + row_offset(row, 8 * group0), k + row * args.k.token_stride, row < chunk.rows);
+      const int row = 8 * i + row8;
+      cp_async_16(q_rows + row_at + i * 2048, q + row * args.q.token_stride, row < chunk.rows);
+      cp_async_16(k_rows + row_at + i * 2048, k + row * args.k.token_stride, row < chunk.rows);
     }
-    cp_async_commit();
-    const View<const void>& g = args.g.view;
-    if (args.g.is_bf16)
-      load_gates<__nv_bfloat16>(
-          b, {static_cast<const __nv_bfloat16*>(g.data), g.batch_stride, g.token_stride, g.head_stride}, chunk, tokens,
-          v_head, tid);
-    else
-      load_gates<float>(b, {static_cast<const float*>(g.data), g.batch_stride, g.token_stride, g.head_stride}, chunk,
-                        tokens, v_head, tid);
-    args.last[image * kHeadDim + tid] = ex2(accumulate_gates(b, args, chunk, v_head, tid));
-    if (tid < kChunk) s.beta[tid] = tid < chunk.rows ? args.beta.at(chunk.token + tid, tokens, v_head) : 0.f;
   }
+  cp_async_commit();
+  if (tid < kChunk) s.beta[tid] = tid < chunk.rows ? args.beta.at(chunk.token + tid, tokens, v_head) : 0.f;
+  cp_async_wait<1>();
+  __syncthreads();
+  // A thread has a channel.
+  const float total = args.g.is_bf16 ? accumulate_gates<true>(b, args, chunk.rows, v_head, tid)
+                                     : accumulate_gates<false>(b, args, chunk.rows, v_head, tid);
+  args.last[image * kHeadDim + tid] = ex2(total);
   cp_async_wait<0>();
   __syncthreads();
 
   // ---- norms and decayed rows: 16 threads have a row ----
   {
-    const uint32_t last_row = b + b_offset(kChunk - 1, 8 * group0);
+    const uint32_t last_row = b + b_offset(kChunk - 1, 8 * group);
     const float4 lo = ld_floats(last_row), hi = ld_floats(last_row ^ 16);
     const float last[8] = {lo.x, lo.y, lo.z, lo.w, hi.x, hi.y, hi.z, hi.w};
-    const int64_t first = image * kChunk * kHeadDim;
+    const int64_t to = image * kChunk * kHeadDim + group_offset<kChunk>(row8, group) / 2;
+    __nv_bfloat16 *qg = args.qg + to, *kg = args.kg + to, *kr = args.kr + to;
+    const bool first_of_group = v_head % args.group == 0;
 #pragma unroll 2
     for (int i = 0; i < 8; ++i) {
-      const int row = 8 * i + (tid >> 4);
+      const int row = 8 * i + row8;
       float q[8], k[8];
-      unpack(q, ld_shared_16(q_rows + row_offset(row, 8 * group0)));
-      unpack(k, ld_shared_16(k_rows + row_offset(row, 8 * group0)));
+      unpack(q, ld_shared_16(q_rows + row_at + i * 2048));
+      unpack(k, ld_shared_16(k_rows + row_at + i * 2048));
       float qq = 0.f, kk = 0.f, qk = 0.f;
 #pragma unroll
       for (int e = 0; e < 8; ++e) qq = fmaf(q[e], q[e], qq), kk = fmaf(k[e], k[e], kk), qk = fmaf(q[e], k[e], qk);
       qq = half_warp_sum(qq), kk = half_warp_sum(kk), qk = half_warp_sum(qk);
       const float rq = args.l2norm ? rsqrtf(qq + kNormEps) : 1.f, rk = args.l2norm ? rsqrtf(kk + kNormEps) : 1.f;
-      if (group0 == 0) {
+      if (group == 0) {
         s.rq[row] = args.scale * rq, s.rk[row] = rk, s.diagonal[row] = args.scale * rq * rk * qk;
-        if (row < chunk.rows && v_head % args.group == 0) {
+        if (row < chunk.rows && first_of_group) {
           const int64_t token = int64_t(head) * args.plan.total + chunk.token + row;
           args.rq[token] = rq, args.rk[token] = rk;
         }
       }
-      const uint32_t b_row = b + b_offset(row, 8 * group0);
-      const float4 b0 = ld_floats(b_row), b1 = ld_floats(b_row ^ 16);
+      const float4 b0 = ld_floats(b + b_at + i * 4096), b1 = ld_floats((b + b_at + i * 4096) ^ 16);
       const float at[8] = {b0.x, b0.y, b0.z, b0.w, b1.x, b1.y, b1.z, b1.w};
       float grow[8], rest[8];
 #pragma unroll
       for (int e = 0; e < 8; ++e) grow[e] = ex2(at[e]), rest[e] = ex2(last[e] - at[e]);
-      const int64_t to = first + group_offset<kChunk>(row, group0) / 2;
-      *reinterpret_cast<uint4*>(args.qg + to) = pack_product(q, args.scale * rq, grow);
-      *reinterpret_cast<uint4*>(args.kg + to) = pack_product(k, rk, grow);
-      *reinterpret_cast<uint4*>(args.kr + to) = pack_product(k, rk, rest);
+      *reinterpret_cast<uint4*>(qg + i * 512) = pack_product(q, args.scale * rq, grow);
+      *reinterpret_cast<uint4*>(kg + i * 512) = pack_product(k, rk, grow);
+      *reinterpret_cast<uint4*>(kr + i * 512) = pack_product(k, rk, rest);
     }
   }
 
@@ -288,14 +359,19 @@ static __global__ void __launch_bounds__(kPrepThreads, kPrepCtasPerSm)
   const int g = lane >> 2, t = lane & 3;
   const int right64 = 32 + 16 * (warp & 1), left64 = 16 * (warp >> 1);
   const int left32 = 32 * (warp >> 1), right32 = left32 + 16 + 8 * (warp & 1), row0 = 16 * warp;
-  float acc64[2][2][4] = {}, acc32[1][2][4] = {}, acc16[1][1][4] = {}, acc8[1][1][4] = {}, acc4[1][1][4] = {},
-        acc2[1][1][4] = {};
+  float acc64[4][4] = {}, acc32[2][4] = {};
   add_pairs<2, 2>(acc64, s, {right64 + g, right64 + 8 + g}, {left64 + g, left64 + 8 + g}, 31, lane);
   add_pairs<1, 2>(acc32, s, {right32 + g}, {left32 + g, left32 + 8 + g}, left32 + 15, lane);
-  add_level<8>(acc16, s, row0, lane);
-  add_level<4>(acc8, s, row0, lane);
-  add_level<2>(acc4, s, row0, lane);
-  add_level<1>(acc2, s, row0, lane);
+  float own[4][4] = {}, acc16[1][4] = {}, acc8[1][4] = {}, acc4[1][4] = {}, acc2[1][4] = {};
+  const bool narrow = is_narrow(s, row0, lane);
+  if (narrow) {
+    add_pairs<2, 2, Left::kRight>(own, s, {row0 + g, row0 + 8 + g}, {row0 + g, row0 + 8 + g}, row0 + 7, lane);
+  } else {
+    add_level<8>(acc16, s, row0, lane);
+    add_level<4>(acc8, s, row0, lane);
+    add_level<2>(acc4, s, row0, lane);
+    add_level<1>(acc2, s, row0, lane);
+  }
   __syncthreads();
 
   const uint32_t p = smem_addr(s.pairs.p);
@@ -304,14 +380,24 @@ static __global__ void __launch_bounds__(kPrepThreads, kPrepCtasPerSm)
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
     const int left = left64 + 8 * j + 2 * t;
-    put_pairs(s, acc64[0][j], right64 + g, {left, left + 1}, {true, true});
-    put_pairs(s, acc64[1][j], right64 + 8 + g, {left, left + 1}, {true, true});
-    put_pairs(s, acc32[0][j], right32 + g, {left32 + 8 * j + 2 * t, left32 + 8 * j + 2 * t + 1}, {true, true});
+    put_pairs(s, acc64[j], right64 + g, {left, left + 1}, {true, true});
+    put_pairs(s, acc64[2 + j], right64 + 8 + g, {left, left + 1}, {true, true});
+    put_pairs(s, acc32[j], right32 + g, {left32 + 8 * j + 2 * t, left32 + 8 * j + 2 * t + 1}, {true, true});
   }
-  put_level<8>(s, acc16, row0, lane);
-  put_level<4>(s, acc8, row0, lane);
-  put_level<2>(s, acc4, row0, lane);
-  put_level<1>(s, acc2, row0, lane);
+  if (narrow) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+#pragma unroll
+      for (int j = 0; j <= i; ++j) {
+        const int right = 8 * i + g, left = 8 * j + 2 * t;
+        put_pairs(s, own[2 * i + j], row0 + right, {row0 + left, row0 + left + 1}, {right > left, right > left + 1});
+      }
+  } else {
+    put_level<8>(s, acc16, row0, lane);
+    put_level<4>(s, acc8, row0, lane);
+    put_level<2>(s, acc4, row0, lane);
+    put_level<1>(s, acc2, row0, lane);
+  }
   if (tid < kChunk)
     *reinterpret_cast<__nv_bfloat16*>(s.pairs.p + group_offset<kChunk>(tid, tid >> 3) + 2 * (tid & 7)) =
         __float2bfloat16_rn(s.diagonal[tid]);

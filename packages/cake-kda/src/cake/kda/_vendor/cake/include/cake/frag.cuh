@@ -38,6 +38,20 @@ __device__ __forceinline__ void to_frag_scaled(uint32_t (&f)[kSteps][4], const f
     }
 }
 
+// An accumulator as a sum of two fragments: what bf16 leaves of it is rounded to bf16 again.
+template <int kSteps>
+__device__ __forceinline__ void to_two_frags(uint32_t (&high)[kSteps][4], uint32_t (&low)[kSteps][4],
+                                             const float (&acc)[kSteps * 8]) {
+#pragma unroll
+  for (int s = 0; s < kSteps; ++s)
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float x = acc[acc_index(s, j)], y = acc[acc_index(s, j) + 1];
+      high[s][j] = pack_bf16(x, y);
+      low[s][j] = pack_bf16(x - bf16_lo(high[s][j]), y - bf16_hi(high[s][j]));
+    }
+}
+
 // Address that this lane gives to ldmatrix / stmatrix for step s of a row-major operand: rows of the tile are the
 // operand's rows, `row0` its first row for this warp. Tiles are aligned, so a step within a panel is one xor away from
 // the first: nothing but that first address is worth a register.

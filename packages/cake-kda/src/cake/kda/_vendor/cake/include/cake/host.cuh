@@ -110,8 +110,9 @@ inline Scalars scalars(const TensorView& x, const char* name, std::initializer_l
 }
 
 // The tables that gdn_plan wrote: an int32 tensor of Plan::words(n, chunk_capacity).
-inline Plan plan_of(const TensorView& words, int64_t n, int64_t chunk_capacity, int64_t total, int64_t per_batch) {
-  const int64_t need = Plan::words(n, chunk_capacity);
+inline Plan plan_of(const TensorView& words, int64_t n, int64_t chunk_capacity, int64_t total, int64_t per_batch,
+                    bool cut = false) {
+  const int64_t need = Plan::words(n, chunk_capacity, cut);
   if (!is_int32(words) || words.ndim() != 1 || words.size(0) < need)
     TVM_FFI_THROW(ValueError) << "plan must hold " << need << " int32, got " << shape_text(words);
   return {static_cast<int*>(words.data_ptr()), static_cast<int>(n), static_cast<int>(chunk_capacity),

@@ -8,13 +8,19 @@
 namespace cake::host {
 
 // Writes the tables of `n` sequences into `words`. Boundaries: `kind` 0 batch rows of equal length, 1 a host array
-// (`host_boundaries` points at n + 1 int32, read during the call), 2 int32 and 3 int64 on the device.
+// (`host_boundaries` points at n + 1 int32, read during the call), 2 int32 and 3 int64 on the device. 4 more than 1 or 2: the
+// sequences are segments, and kInnerBoundary is added to every boundary behind which a sequence goes on.
 inline void make_plan(TensorView words, int64_t kind, int64_t host_boundaries, Optional<TensorView> device_boundaries,
                       int64_t n, int64_t chunk_capacity, int64_t total, int64_t tokens_per_batch, int64_t stream) {
   DeviceGuard guard(words.device().device_id);
-  const Plan plan = plan_of(words, n, chunk_capacity, total, tokens_per_batch);
+  const bool cut = kind >= 4;
+  if (cut) kind -= 4;
+  if (kind < 0 || kind > Boundaries::kInt64 || (cut && kind != Boundaries::kInline && kind != Boundaries::kInt32))
+    TVM_FFI_THROW(ValueError) << "unknown kind of boundaries " << kind << (cut ? " of segments" : "");
+  const Plan plan = plan_of(words, n, chunk_capacity, total, tokens_per_batch, cut);
   Boundaries boundaries{};
   boundaries.kind = static_cast<Boundaries::Kind>(kind);
+  boundaries.cut = cut;
   if (kind == Boundaries::kInline) {
     const int* values = reinterpret_cast<const int*>(host_boundaries);
     if (n + 1 > kInlineBoundaries)

@@ -52,23 +52,38 @@ struct Sequence {
   int slot_base;   // inner chunk boundaries of the sequences before it
 };
 
-// The plan's tables in one int32 allocation: [4] counts, [n][4] sequences, [chunks][4] chunks, [n] order.
+// Of a call that is cut, what a segment is to its neighbours: which sequence it belongs to, whether the state that enters it
+// comes from a segment before it, and whether one follows. Its "sequences" are the segments then.
+struct Segment {
+  int sequence;
+  bool opens, followed;
+};
+
+// The plan's tables in one int32 allocation: [4] counts, [n][4] sequences, [chunks][4] chunks, [n] order, and [n] segments
+// if the call is cut.
 struct Plan {
   int* data;
   int n, chunk_capacity, total, tokens_per_batch;
 
   static constexpr int kHeader = 4;
-  __host__ __device__ static int64_t words(int64_t n, int64_t chunks) { return kHeader + 5 * n + 4 * chunks; }
+  __host__ __device__ static int64_t words(int64_t n, int64_t chunks, bool cut = false) {
+    return kHeader + (cut ? 6 : 5) * n + 4 * chunks;
+  }
 
   __device__ __forceinline__ int4* sequences() const { return reinterpret_cast<int4*>(data + kHeader); }
   __device__ __forceinline__ int4* chunks() const { return reinterpret_cast<int4*>(data + kHeader) + n; }
   // Sequences by falling length: long ones start first. No value depends on it.
   __device__ __forceinline__ int* order() const { return data + kHeader + 4 * (n + chunk_capacity); }
+  __device__ __forceinline__ int* segments() const { return order() + n; }
   __device__ __forceinline__ int chunk_count() const { return __ldg(data); }
 
   __device__ __forceinline__ Sequence sequence(int i) const {
     const int4 s = __ldg(sequences() + i);
     return {s.x, s.y, s.z, s.w};
+  }
+  __device__ __forceinline__ Segment segment(int i) const {
+    const int s = __ldg(segments() + i);
+    return {s >> 2, (s & 2) != 0, (s & 1) != 0};
   }
   __device__ __forceinline__ Chunk chunk(int i) const {
     const int4 c = __ldg(chunks() + i);
@@ -90,9 +105,11 @@ __device__ __forceinline__ int adjoint_slot(const Sequence& s, int chunk, bool l
 // ---- the plan kernel -------------------------------------------------------------------------------------------
 
 constexpr int kInlineBoundaries = 1000;  // boundaries that fit into one launch's parameters
+constexpr int kInnerBoundary = 1 << 30;  // added to one where a sequence is cut
 
 struct Boundaries {
   enum Kind { kUniform, kInline, kInt32, kInt64 } kind;
+  bool cut;                     // the sequences are segments; kInline or kInt32
   const void* device;           // kInt32, kInt64
   int values[kInlineBoundaries];  // kInline: all n + 1
 };
@@ -117,32 +134,42 @@ constexpr int kSortedSequences = 1024;  // up to here `order` is by falling leng
 // wrong one can't lead outside the tensors.
 static __global__ void __launch_bounds__(kPlanThreads)
     plan_kernel(const __grid_constant__ Boundaries boundaries, Plan plan) {
-  __shared__ int warp_chunks[32], warp_slots[32], lengths[kSortedSequences];
+  __shared__ int warp_chunks[32], warp_slots[32], warp_firsts[32], lengths[kSortedSequences];
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
-  int chunk_base = 0, slot_base = 0;
+  int chunk_base = 0, slot_base = 0, first_base = 0;  // firsts: segments that begin a sequence
   for (int first = 0; first < plan.n; first += kPlanThreads) {
     const int i = first + tid;
-    int token = 0, length = 0;
+    int token = 0, length = 0, opens = 0, followed = 0;
     if (i < plan.n) {
-      token = clamp_token(boundary(boundaries, i, plan.tokens_per_batch), 0, plan.total);
-      length = clamp_token(boundary(boundaries, i + 1, plan.tokens_per_batch), token, plan.total) - token;
+      int64_t start = boundary(boundaries, i, plan.tokens_per_batch);
+      int64_t end = boundary(boundaries, i + 1, plan.tokens_per_batch);
+      if (boundaries.cut) {
+        opens = (start & kInnerBoundary) != 0, followed = (end & kInnerBoundary) != 0;
+        start &= ~kInnerBoundary, end &= ~kInnerBoundary;
+      }
+      token = clamp_token(start, 0, plan.total);
+      length = clamp_token(end, token, plan.total) - token;
       if (i < kSortedSequences) lengths[i] = length;
     }
     const int chunks = (length + 63) / 64, slots = max(chunks - 1, 0);
-    int c = chunks, s = slots;
+    int c = chunks, s = slots, f = 1 - opens;
     for (int d = 1; d < 32; d <<= 1) {
       const int cu = __shfl_up_sync(0xffffffffu, c, d), su = __shfl_up_sync(0xffffffffu, s, d);
-      if (lane >= d) c += cu, s += su;
+      const int fu = __shfl_up_sync(0xffffffffu, f, d);
+      if (lane >= d) c += cu, s += su, f += fu;
     }
-    if (lane == 31) warp_chunks[warp] = c, warp_slots[warp] = s;
+    if (lane == 31) warp_chunks[warp] = c, warp_slots[warp] = s, warp_firsts[warp] = f;
     __syncthreads();
-    int total_chunks = 0, total_slots = 0;
+    int total_chunks = 0, total_slots = 0, total_firsts = 0;
     for (int w = 0; w < 32; ++w) {
-      if (w == warp) c += total_chunks, s += total_slots;
-      total_chunks += warp_chunks[w], total_slots += warp_slots[w];
+      if (w == warp) c += total_chunks, s += total_slots, f += total_firsts;
+      total_chunks += warp_chunks[w], total_slots += warp_slots[w], total_firsts += warp_firsts[w];
     }
-    if (i < plan.n) plan.sequences()[i] = make_int4(token, length, chunk_base + c - chunks, slot_base + s - slots);
-    chunk_base += total_chunks, slot_base += total_slots;
+    if (i < plan.n) {
+      plan.sequences()[i] = make_int4(token, length, chunk_base + c - chunks, slot_base + s - slots);
+      if (boundaries.cut) plan.segments()[i] = (first_base + f - 1) << 2 | opens << 1 | followed;
+    }
+    chunk_base += total_chunks, slot_base += total_slots, first_base += total_firsts;
     __syncthreads();
   }
   const int count = min(chunk_base, plan.chunk_capacity);

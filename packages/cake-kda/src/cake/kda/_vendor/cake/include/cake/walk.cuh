@@ -1,6 +1,6 @@
 // What the serial walks share: which sequence and head a CTA walks, the state that its warps hold, and the state's traffic.
 //
-// A CTA walks one (sequence, v head). Two warpgroups hold the transposed state, S^T (or R^T) with 64 rows of V each, as fp32
+// A CTA walks one (sequence, v head), or a segment of one where a call is cut. Two warpgroups hold the transposed state, S^T (or R^T) with 64 rows of V each, as fp32
 // accumulators and never meet. A state warp owns 16 channels of V: it alone reads them from the tile x of a stage (v forward,
 // dO backward), so it leaves its output there without a barrier.
 #pragma once
@@ -13,9 +13,10 @@ namespace cake {
 struct Walk {
   Sequence sequence;
   int index, chunks, v_head, head;
+  int first = 0;  // chunks before the walk's own, of a pre-scan that begins late
 
   // Chunk visited at step i, with `forward` order or its mirror.
-  __device__ __forceinline__ int chunk(int i, bool forward) const { return forward ? i : chunks - 1 - i; }
+  __device__ __forceinline__ int chunk(int i, bool forward) const { return first + (forward ? i : chunks - 1 - i); }
   __device__ __forceinline__ int token(int chunk) const { return sequence.token + chunk * kChunk; }
   __device__ __forceinline__ int rows(int chunk) const { return min(sequence.length - chunk * kChunk, kChunk); }
 };
@@ -28,6 +29,43 @@ __device__ __forceinline__ Walk walk_of(const Plan& plan, int v_heads, int group
   w.v_head = block % v_heads;
   w.head = w.v_head / group;
   return w;
+}
+
+// Where a walk's first state comes from and where its last one goes, fp32 [K, V]; null: zero, and nowhere.
+struct Edges {
+  const float* in;
+  float* out;
+};
+
+// `own_in`, `own_out`: [N, HV, K, V], the sequences' own states (initial and final ones, or their gradients). `inner`: null,
+// or of a call that is cut the states where its segments meet, [segments, HV, K, V].
+template <bool kForward>
+__device__ __forceinline__ Edges edges_of(const Plan& plan, const Walk& walk, int v_heads, const float* own_in,
+                                          const float* inner, float* own_out) {
+  constexpr int kState = kHeadDim * kHeadDim;
+  const int64_t row = int64_t(walk.index) * v_heads + walk.v_head;
+  if (!inner) return {own_in ? own_in + row * kState : nullptr, own_out ? own_out + row * kState : nullptr};
+  const Segment segment = plan.segment(walk.index);
+  const int64_t own = int64_t(segment.sequence) * v_heads + walk.v_head;
+  const bool enters = kForward ? segment.opens : segment.followed, leaves = kForward ? segment.followed : segment.opens;
+  return {enters   ? inner + row * kState
+          : own_in ? own_in + own * kState
+                   : nullptr,
+          own_out && !leaves ? own_out + own * kState : nullptr};
+}
+
+// The same of a pre-scan: it starts from a state of its sequence's own or from zero, and leaves what it finds in row
+// `walk.index` of `out`, [segments, HV, K, V]. A walk of a part of the segment starts from zero.
+template <bool kForward>
+__device__ __forceinline__ Edges transfer_edges(const Plan& plan, const Walk& walk, int v_heads, const float* own_in,
+                                                float* out) {
+  constexpr int kState = kHeadDim * kHeadDim;
+  const Segment segment = plan.segment(walk.index);
+  const bool enters = kForward ? segment.opens : segment.followed;
+  const bool whole = walk.chunks * kChunk >= walk.sequence.length;
+  const int64_t own = int64_t(segment.sequence) * v_heads + walk.v_head;
+  return {own_in && whole && !enters ? own_in + own * kState : nullptr,
+          out + (int64_t(walk.index) * v_heads + walk.v_head) * kState};
 }
 
 // Sends the output that the state warps left in a stage's x to memory, rows of kGroups * 8 bf16. 128 threads; each moves the
