@@ -8,6 +8,7 @@ into a CUDA graph. `Prep` and the tapes hold images of swizzled tiles, one for e
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -103,16 +104,48 @@ def adj(
     return y, adj_states, dh0
 
 
-def out(*args: Any, **kwargs: Any) -> Any:
-    """The parallel rest of the backward has no kernel yet."""
-    raise NotImplementedError(
-        "cake.kda has no CUDA kernels for the backward in this version: on a GPU pass backend='torch'"
-    )
+def out(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    gate: Gate | None,
+    do: torch.Tensor,
+    y: torch.Tensor,
+    beta: torch.Tensor,
+    prep: Prep,
+    states: torch.Tensor,
+    adj_states: torch.Tensor,
+    seqs: Sequences,
+    *,
+    scale: float,
+    l2norm: bool,
+    states_edge: bool,
+    adj_edge: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The parallel rest of the backward; see `_stages`. dv takes over y's storage."""
+    device = q.device
+    dq, dk, dg = (torch.empty(x.shape, dtype=x.dtype, device=device) for x in (q, k, g))
+    dbeta = torch.empty(v.shape[:3], dtype=torch.float32, device=device)
+    partials = None
+    if gate is not None:
+        shape = (seqs.chunk_capacity, v.shape[2], 1 + HEAD_DIM)
+        partials = torch.empty(shape, dtype=torch.float32, device=device)
+    _library("kda_out").kda_out(
+        q, k, v, g, *_gate(gate), do, y, beta, prep.plan, seqs.n, seqs.chunk_capacity,
+        prep.kg, prep.t, prep.rq, prep.rk, states, adj_states, states_edge, adj_edge,
+        dq, dk, y, dbeta, dg, partials, scale, l2norm, _ctas(device.index), _stream(device),
+    )  # fmt: skip
+    return dq, dk, y, dbeta, dg, partials
 
 
 def reduce(partials: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """It has no kernel yet either."""
-    return out(partials)  # type: ignore[no-any-return]
+    """Gradients of A_log and of dt_bias; see `_stages`."""
+    v_heads, device = partials.shape[1], partials.device
+    da_log = torch.empty(v_heads, dtype=torch.float32, device=device)
+    dbias = torch.empty((v_heads, HEAD_DIM), dtype=torch.float32, device=device)
+    _library("kda_out").kda_reduce(partials, da_log, dbias, _stream(device))
+    return da_log, dbias
 
 
 def logical_states(images: torch.Tensor) -> torch.Tensor:
@@ -152,6 +185,12 @@ def _library(name: str) -> Any:
 def _stream(device: torch.device) -> int:
     # Asked of torch at every call: a stream context or the autograd thread may have another one by now.
     return torch.cuda.current_stream(device).cuda_stream
+
+
+@lru_cache(maxsize=64)
+def _ctas(device: int) -> int:
+    # Persistent CTAs of kda_out. Any count gives the same bits.
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _gate(gate: Gate | None) -> tuple[int, torch.Tensor | None, torch.Tensor | None, float]:
