@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -99,14 +100,21 @@ def test_an_unknown_setting_lists_those_there_are() -> None:
 
 
 @pytest.mark.parametrize("value", ["1", "true", "Yes", "ON"])
-def test_fla_is_refused_while_it_is_not_there(value: str, monkeypatch: pytest.MonkeyPatch, toy: Any) -> None:
+def test_fla_is_refused_where_it_is_not_installed(
+    value: str, monkeypatch: pytest.MonkeyPatch, toy: Any
+) -> None:
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", missing)
     monkeypatch.setenv("CAKE_FLA", value)
-    with pytest.raises(NotImplementedError, match="environment CAKE_FLA"):
+    words = r"fla is on \(environment CAKE_FLA\): flash-linear-attention isn't installed"
+    with pytest.raises(ConfigError, match=words):
         config.configure(toy.args())
     assert not config.configured()
     config.configure(toy.args(cake_fla=False))
     assert config.variant("toy") == "fast"
-    with pytest.raises(NotImplementedError, match=r"configure\(\)"):
+    with pytest.raises(ConfigError, match=r"fla is on \(configure\(\)\)"):
         config.configure(cake_fla=True)
 
 

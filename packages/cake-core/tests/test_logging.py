@@ -37,8 +37,12 @@ def test_an_unknown_level_is_a_warning_and_no_failure() -> None:
     assert err.endswith("two\n")
 
 
-def test_a_request_that_this_version_cannot_serve_is_a_warning_when_it_is_imported() -> None:
-    assert "CAKE_FLA is set" in run("import cake.core", CAKE_FLA="1")[1]
+def test_cake_fla_without_flash_linear_attention_is_a_warning_when_cake_is_imported() -> None:
+    hide = "import importlib.metadata as m, sys\nm.version = lambda name: sys.modules['none of this']"
+    absent = f"{hide}\nm.PackageNotFoundError = KeyError"
+    told = run(f"{absent}\nimport cake.core", CAKE_FLA="1")[1]
+    assert "CAKE_FLA is set and has no effect" in told
+    assert "flash-linear-attention isn't installed" in told
     assert run("import cake.core", CAKE_FLA="0") == ("", "")
     assert "CAKE_FLA" in run("import cake.core", CAKE_FLA="maybe")[1]
 

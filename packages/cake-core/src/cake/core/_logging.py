@@ -43,9 +43,9 @@ def set_level(level: str | None) -> None:
 
 
 def apply_environment() -> None:
-    """Apply CAKE_LOG, and say so where CAKE_FLA asks for what this version doesn't have.
+    """Apply CAKE_LOG and CAKE_FLA.
 
-    A malformed value is a warning here and an error of ``configure``: importing cake never fails for it.
+    What can't be applied is a warning here and an error of ``configure``: importing cake never fails for it.
     """
     from .errors import ConfigError
     from .settings import DEFAULT, resolve
@@ -59,4 +59,9 @@ def apply_environment() -> None:
         if name == "log" and found.source != DEFAULT:
             set_level(found.value)
         if name == "fla" and found.value:
-            _logger.warning("CAKE_FLA is set and this version can't register ops with flash-linear-attention")
+            from .fla import FlaError, register_ops
+
+            try:
+                register_ops()
+            except FlaError as error:
+                _logger.warning("CAKE_FLA is set and has no effect: %s", error)

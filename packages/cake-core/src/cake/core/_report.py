@@ -204,6 +204,15 @@ def _effective(name: str) -> str:
     return "unset"
 
 
+def _fla(report: Report, row: config.Row) -> None:
+    from .fla import FlaError, installed
+
+    try:
+        installed()
+    except FlaError as error:
+        report.stop(f"fla is on ({row.source}): {error}")
+
+
 def _arch_list(report: Report, row: config.Row) -> None:
     from .toolchain import parse_arch_list
 
@@ -229,10 +238,7 @@ def _settings(report: Report) -> None:
         text = _effective(row.name) if row.value is None else str(row.value)
         rows.append((row.name, f"{text} ({row.source})"))
         if row.name == "fla" and row.value:
-            report.stop(
-                f"fla is on ({row.source}) and this version can't register ops with flash-linear-attention: "
-                f"configure() will refuse it"
-            )
+            _fla(report, row)
     for name, demand in config.requirements().items():
         rows.append(
             (f"{name}.require", demand if isinstance(demand, str) else "the kernels of a saved manifest")

@@ -97,10 +97,9 @@ def configure(args: Any = None, *, require: Mapping[str, Any] | None = None, **o
         ConfigError: an unknown cake option; an op's option without the op selected; a variant that the op
             doesn't have; fast asked for under deterministic mode; deterministic mode with a selected op that
             has no det; a value of the wrong kind; arguments that the op's own check refuses; an op that is
-            not what ``require`` says.
+            not what ``require`` says; ``fla`` is on and no op can be registered with flash-linear-attention.
         UnknownOpError: ``require`` names an op that isn't installed.
         TypeError: ``args`` or ``require`` can't be read.
-        NotImplementedError: ``fla`` is on; this version can't register with flash-linear-attention.
     """
     if require is not None and not isinstance(require, Mapping):
         raise TypeError(f"require must be a mapping of op to specifier or hash, got {type(require).__name__}")
@@ -120,10 +119,12 @@ def _check_process_settings(new: Configuration) -> None:
     # Every setting is read here, so that a malformed variable is refused now and not in the middle of a step.
     values = {name: _settings.resolve(name, new.settings) for name in SETTINGS}
     if values["fla"].value:
-        raise NotImplementedError(
-            f"fla is on ({values['fla'].source}) and this version of cake-core can't register ops with "
-            f"flash-linear-attention; unset it and call the ops directly"
-        )
+        from .fla import FlaError, register_ops
+
+        try:
+            register_ops()
+        except FlaError as error:
+            raise ConfigError(f"fla is on ({values['fla'].source}): {error}") from error
 
 
 def _swap(new: Configuration | None) -> None:

@@ -134,6 +134,7 @@ class OpSpec:
             raises ValueError for a combination that the op refuses.
         bench: "module:attribute" that ``cake bench`` reads.
         verify: "module:attribute" that ``cake verify`` reads.
+        fla: "module:attribute" of the ``cake.core.fla.Adapter`` for flash-linear-attention.
         prebuild_params: model parameters that ``prebuild`` accepts for the op -> one line of help.
 
     Raises:
@@ -151,6 +152,7 @@ class OpSpec:
     check_args: str | None = None
     bench: str | None = None
     verify: str | None = None
+    fla: str | None = None
     prebuild_params: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -174,7 +176,7 @@ class OpSpec:
                     f"OpSpec.{what} of {self.name!r} must have distinct names, got {doubled} twice"
                 )
         targets = dict(self.entry_points)
-        for what in ("check_args", "bench", "verify"):
+        for what in ("check_args", "bench", "verify", "fla"):
             if (target := getattr(self, what)) is not None:
                 targets[what] = target
         for what, target in targets.items():

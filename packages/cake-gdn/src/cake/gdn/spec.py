@@ -22,6 +22,7 @@ SPEC = OpSpec(
     },
     bench="cake.gdn.bench:BENCH",
     verify="cake.gdn.verify:VERIFY",
+    fla="cake.gdn.fla:ADAPTER",
     flags=(
         Flag(
             name="recompute-state",

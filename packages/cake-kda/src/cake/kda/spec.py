@@ -16,6 +16,7 @@ SPEC = OpSpec(
     entry_points={"chunk_kda": "cake.kda.api:chunk_kda"},
     bench="cake.kda.bench:BENCH",
     verify="cake.kda.verify:VERIFY",
+    fla="cake.kda.fla:ADAPTER",
     flags=(
         Flag(
             name="recompute-state",

@@ -13,6 +13,7 @@ from cake.core.testing._errors import (
     error_report,
     relative_error,
 )
+from cake.core.testing._fla import stand_in_fla
 from cake.core.testing._memory import (
     end_of_allocation,
     fused_views,
@@ -43,5 +44,6 @@ __all__ = [
     "poisoned_empty",
     "relative_error",
     "spread_view",
+    "stand_in_fla",
     "write_distribution",
 ]
