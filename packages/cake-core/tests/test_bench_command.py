@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from cake.core.bench import Shape, run_in_turn
+from cake.core.bench import Shape, chart, comparison, run_in_turn
 from cake.core.bench._turns import groups
 from cake.core.cli import main
 from cake.core.testing import installed_distribution
@@ -224,3 +224,114 @@ def test_list(timed, capsys):
         "wide (4, 4) 64",
         "arms: cake-det, cake-fast, peer, wrong, absent",
     ]
+
+
+def test_results_of_an_earlier_run_are_shown_and_compared(timed, capsys):
+    out = timed / "results.json"
+    assert bench("--passes", "fwd", "--variants", "cake-det", "--out", str(out)) == 0
+    old = json.loads(out.read_text())
+    for row in old["rows"]:
+        row["wall_ms"] *= 0.5
+    earlier = timed / "earlier.json"
+    earlier.write_text(json.dumps(old))
+    capsys.readouterr()
+    assert bench("--from", str(out), "--compare", str(earlier)) == 0
+    printed = capsys.readouterr()
+    assert "against" in printed.out
+    assert "2.000" in printed.out
+    assert "slower" in printed.out
+    assert printed.err == ""  # nothing was measured
+    assert bench("--passes", "fwd", "--variants", "cake-det", "--compare", str(out)) == 0
+    assert "new / old" in capsys.readouterr().out
+
+
+def test_comparison_takes_rows_that_both_have():
+    def row(shape, arm, gpu, wall):
+        place = {"op": "timed", "shape": shape, "pass": "fwd", "arm": arm, "mode": None}
+        return {**place, "gpu_ms": gpu, "wall_ms": wall}
+
+    old = {
+        "rows": [
+            row("a", "cake-det", 2.0, 4.0),
+            row("b", "cake-det", None, 4.0),
+            row("a", "floor", 1.0, None),
+        ]
+    }
+    new = {
+        "rows": [
+            row("a", "cake-det", 1.0, 9.0),
+            row("b", "cake-det", 1.0, 3.0),
+            row("c", "cake-det", 1.0, 1.0),
+        ]
+    }
+    found = [(r["shape"], r["time"], r["old"], r["new"], r["ratio"]) for r in comparison(old, new)]
+    assert found == [("a", "gpu_ms", 2.0, 1.0, 0.5), ("b", "wall_ms", 4.0, 3.0, 0.75)]
+
+
+def test_a_picture_is_drawn(timed, capsys):
+    pytest.importorskip("matplotlib")
+    out, png = timed / "results.json", timed / "deep" / "bars.png"
+    assert bench("--vs", "peer", "--out", str(out), "--png", str(png)) == 0
+    first = png.read_bytes()
+    assert first.startswith(b"\x89PNG")
+    assert bench("--from", str(out), "--png", str(png)) == 0
+    assert png.read_bytes() == first  # nothing but the results decides what is drawn
+
+
+def test_a_picture_shows_every_arm_and_the_floor(timed):
+    figure = pytest.importorskip("matplotlib.figure")
+    drawn = []
+    original = figure.Figure.savefig
+
+    def savefig(self, *words, **options):
+        drawn.append(self)
+        return original(self, *words, **options)
+
+    def row(shape, which, arm, gpu):
+        return {
+            "op": "timed",
+            "shape": shape,
+            "pass": which,
+            "arm": arm,
+            "mode": None,
+            "gpu_ms": gpu,
+            "wall_ms": 1.0,
+        }
+
+    rows = [
+        row(shape, which, arm, gpu)
+        for shape in ("a", "b")
+        for which in ("fwd", "fwd+bwd", "bwd")
+        for arm, gpu in (("cake-det", 2.0), ("peer", 3.0), ("floor", 1.0))
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(figure.Figure, "savefig", savefig)
+        chart({"header": {"gpu": "G", "cpu": "c"}, "rows": rows}, timed / "bars.png")
+    panels = drawn[0].axes
+    assert [panel.get_title(loc="left") for panel in panels] == ["fwd", "fwd+bwd"]
+    for panel in panels:
+        heights = [[bar.get_height() for bar in bars] for bars in panel.containers]
+        assert heights == [[2.0, 2.0], [3.0, 3.0]]
+        assert len(panel.collections) == 2  # the floor of each shape
+        assert [label.get_text() for label in panel.get_xticklabels()] == ["a", "b"]
+
+
+def test_a_picture_without_matplotlib_is_refused_before_anything_runs(timed, capsys, monkeypatch):
+    monkeypatch.setattr("cake.core.cli.bench.find_spec", lambda name: None)
+    assert bench("--png", str(timed / "bars.png")) == 2
+    printed = capsys.readouterr()
+    assert "a chart needs matplotlib: pip install 'cake-core[chart]'" in printed.err
+    assert printed.out == ""
+
+
+@pytest.mark.parametrize("option", ["--from", "--compare"])
+def test_a_file_without_results_is_wrong_usage(timed, capsys, option):
+    other = timed / "other.json"
+    for text, message in (
+        ("{", "holds no results of cake bench: JSONDecodeError"),
+        ("{}", "holds no results of cake bench: KeyError"),
+        ('{"rows": [{"op": "gdn"}]}', "must hold results of 'timed', got gdn"),
+    ):
+        other.write_text(text)
+        assert bench(option, str(other)) == 2
+        assert message in capsys.readouterr().err

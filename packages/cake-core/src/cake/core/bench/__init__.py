@@ -4,6 +4,8 @@ An op's ``OpSpec.bench`` names a ``Bench``: its shapes, its arms and how to make
 here.
 """
 
+from cake.core.bench._chart import chart
+from cake.core.bench._compare import comparison, differences
 from cake.core.bench._meter import CpuMeter, CudaMeter, Meter, meter
 from cake.core.bench._model import (
     CEILINGS,
@@ -36,6 +38,9 @@ __all__ = [
     "Runner",
     "Shape",
     "Work",
+    "chart",
+    "comparison",
+    "differences",
     "document",
     "git_commit",
     "header",

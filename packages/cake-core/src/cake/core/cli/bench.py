@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +58,13 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--keep", action="store_true", help="keep the shapes that FILE holds and this run doesn't measure"
     )
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw bars and the floor (needs matplotlib)")
+    parser.add_argument(
+        "--compare", type=Path, metavar="OLD", help="print the times beside those of a JSON of an earlier run"
+    )
+    parser.add_argument(
+        "--from", dest="source", type=Path, metavar="FILE", help="show the results of a JSON; measure nothing"
+    )
     parser.add_argument("--commit", help="recorded where the sources are no git checkout")
     parser.add_argument("--list", action="store_true", help="list the op's shapes and arms, and stop")
     return parser
@@ -74,22 +82,80 @@ def run(args: argparse.Namespace) -> int:
     bench: Bench = registry.load_target(spec.bench)
     if args.list:
         return _list(bench)
+    if args.png is not None and find_spec("matplotlib") is None:  # before anything is measured
+        from cake.core.bench._chart import MISSING
+
+        print(f"cake bench: {MISSING}", file=sys.stderr)
+        return 2
     try:
+        old = _read(args.compare, bench)
+        source = _read(args.source, bench)
+        if source is not None:
+            return _show(args, source, old)
         device = device_of(args.device)
         plan = _plan(args, bench, device)
     except ValueError as error:
         print(f"cake bench: {error}", file=sys.stderr)
         return 2
-    return _measure(args, bench, plan, device)
+    return _measure(args, bench, plan, device, old)
 
 
-def _measure(args: argparse.Namespace, bench: Bench, plan: Plan, device: torch.device) -> int:
-    import torch
+def _read(path: Path | None, bench: Bench) -> dict[str, Any] | None:
+    """A results document of the op.
+
+    Raises:
+        ValueError: The file can't be read, or is no results document of this op.
+    """
+    if path is None:
+        return None
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        ops = {row["op"] for row in found["rows"]}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} holds no results of cake bench: {type(error).__name__}: {error}") from None
+    if ops - {bench.op}:
+        raise ValueError(f"{path} must hold results of {bench.op!r}, got {', '.join(sorted(ops))}")
+    return found
+
+
+def _show(
+    args: argparse.Namespace,
+    found: dict[str, Any],
+    old: dict[str, Any] | None,
+    run: Results | None = None,
+) -> int:
+    """The table of this run, or of a whole document; then comparison and picture, as far as asked for."""
     from rich.console import Console
 
-    from cake.core.bench import CEILINGS, Runner, document, header, meter, run_in_turn, table, write_json
+    from cake.core.bench import Results, chart, differences, table
 
     console = Console()
+    # Wide enough for every column when the output is a file or a log.
+    wide = console if console.is_terminal else Console(width=200)
+    head = found["header"]
+    versions = {"driver": head["driver"], **head["versions"]}
+    name = head["gpu"] or "cpu"
+    wide.print(f"{name}: " + ", ".join(f"{k} {v}" for k, v in versions.items() if v is not None))
+    results = Results(rows=found["rows"], notes=found["notes"]) if run is None else run
+    wide.print(table(results))
+    if old is not None:
+        wide.print(differences(old, found))
+    for note in results.notes:
+        wide.print(f"note: {note}", markup=False)
+    if args.png is not None:
+        args.png.parent.mkdir(parents=True, exist_ok=True)
+        chart(found, args.png)
+        wide.print(f"written: {args.png}", markup=False)
+    return 0
+
+
+def _measure(
+    args: argparse.Namespace, bench: Bench, plan: Plan, device: torch.device, old: dict[str, Any] | None
+) -> int:
+    import torch
+
+    from cake.core.bench import CEILINGS, Runner, document, header, meter, run_in_turn, write_json
+
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     head = header(bench, plan, device, args.commit)
     keep = args.keep and args.out is not None and args.out.exists()
@@ -119,15 +185,9 @@ def _measure(args: argparse.Namespace, bench: Bench, plan: Plan, device: torch.d
             )
             results = runner.run()
     save(results)
-    # Wide enough for every column when the output is a file or a log.
-    wide = console if console.is_terminal else Console(width=200)
-    versions = {"driver": head["driver"], **head["versions"]}
-    wide.print(f"{name}: " + ", ".join(f"{k} {v}" for k, v in versions.items() if v is not None))
-    wide.print(table(results))
-    for note in results.notes:
-        wide.print(f"note: {note}", markup=False)
+    _show(args, document(head, results, earlier), old, results)
     if args.out is not None:
-        wide.print(f"written: {args.out}", markup=False)
+        print(f"written: {args.out}")
     return 1 if results.failed else 0
 
 
