@@ -92,7 +92,7 @@ def assert_accurate(truth):
                 least_rms={"dg": ORDINARY_DG},
                 block_floor=1.0,
             )
-            # Under slow decay dg of a few tokens of one head is nearly one sum, and all of its error is alike.
+            # Under slow decay dg of a few tokens of one head is nearly one sum, and all its error is alike.
             parts_of = {name: 4.0 if name == "dg" else 2.0 for name in got}
             limits = {name: slack * LIMITS[name] for name in got}
             assert_within(
@@ -167,12 +167,12 @@ class TestAccuracy:
             assert torch.allclose(total, exact, rtol=2e-2, atol=2e-2 * float(exact.abs().max()))
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "zigzag_per_document"])
-    def test_eight_ranks(self, tensors, assert_accurate, layout):
+    def test_eight_ranks(self, tensors, assert_accurate):
         bounds = (0, 160, 160, 640)
-        case, given = tensors(bounds, heads=(2, 4), gate=-0.01)
+        case, given = tensors(bounds, heads=(2, 4), gate=-0.02)
         with Ranks(8) as pool:
-            assert_accurate(case, pool.values(part, given, bounds, {"layout": layout}, {}))
+            for layout in ("contiguous", "zigzag", "zigzag_per_document"):
+                assert_accurate(case, pool.values(part, given, bounds, {"layout": layout}, {}))
 
 
 def gated(group, tensors, a_log, dt_bias, bounds):
