@@ -8,7 +8,7 @@ namespace cake::state_chain {
 using namespace cake::host;
 
 template <bool kTransposed>
-static void launch_merge(const MergeArgs& args, int64_t grid, int64_t width, cudaStream_t stream) {
+static void launch_build(const MergeArgs& args, int64_t grid, int64_t width, cudaStream_t stream) {
   switch (width) {
     case 8:
       return launch("affine_merge", merge_kernel<8, kTransposed>, dim3(grid), kMergeThreads, sizeof(MergeShared<8>),
@@ -26,11 +26,8 @@ static void launch_merge(const MergeArgs& args, int64_t grid, int64_t width, cud
   }
 }
 
-// `chains` chains; `table` points at host int32 read during the call: first[chains + 1], then (b, m, out) of each of
-// first[chains] steps. `width`: columns of a block.
-void affine_merge(TensorView b, TensorView m, Optional<TensorView> live, TensorView out, int64_t table, int64_t chains,
-                  int64_t width, bool transposed, int64_t stream) {
-  DeviceGuard guard(b.device().device_id);
+static MergeArgs merge_args(const TensorView& b, const TensorView& m, const Optional<TensorView>& live,
+                            const TensorView& out) {
   MergeArgs args{};
   if (b.ndim() != 4 || (b.size(3) != 128 && b.size(3) != 256))
     TVM_FFI_THROW(ValueError) << "b must be [tiles, HV, 128, 128 or 256], got " << shape_text(b);
@@ -41,6 +38,21 @@ void affine_merge(TensorView b, TensorView m, Optional<TensorView> live, TensorV
   if (live.has_value()) args.live = dense<int>(live.value(), "live", is_int32(live.value()), {m.size(0), heads});
   args.heads = static_cast<int>(heads);
   args.columns = static_cast<int>(columns);
+  return args;
+}
+
+static void launch_merge(const MergeArgs& args, int64_t chains, int64_t width, bool transposed, int64_t stream) {
+  const int64_t grid = chains * args.heads * (args.columns / (width > 0 ? width : 1));
+  const auto run = transposed ? launch_build<true> : launch_build<false>;
+  run(args, grid, width, stream_of(stream));
+}
+
+// `chains` chains; `table` points at host int32 read during the call: first[chains + 1], then (b, m, out) of each of
+// first[chains] steps. `width`: columns of a block.
+void affine_merge(TensorView b, TensorView m, Optional<TensorView> live, TensorView out, int64_t table, int64_t chains,
+                  int64_t width, bool transposed, int64_t stream) {
+  DeviceGuard guard(b.device().device_id);
+  MergeArgs args = merge_args(b, m, live, out);
   const int* values = reinterpret_cast<const int*>(table);
   if (chains < 1 || chains > kMostChains)
     TVM_FFI_THROW(ValueError) << "a launch takes 1 to " << kMostChains << " chains, got " << chains;
@@ -56,11 +68,22 @@ void affine_merge(TensorView b, TensorView m, Optional<TensorView> live, TensorV
                                 << ", row " << step[2];
     args.steps[i] = {step[0], step[1], step[2]};
   }
-  const int64_t grid = chains * heads * (columns / (width > 0 ? width : 1));
-  const auto run = transposed ? launch_merge<true> : launch_merge<false>;
-  run(args, grid, width, stream_of(stream));
+  launch_merge(args, chains, width, transposed, stream);
+}
+
+// The chains of `sequences` sequences that were cut on the device: `plan` holds their tables, of `n` segments.
+void affine_merge_runs(TensorView b, TensorView m, TensorView live, TensorView out, TensorView plan, int64_t n,
+                       int64_t chunk_capacity, int64_t sequences, int64_t width, bool transposed, int64_t stream) {
+  DeviceGuard guard(b.device().device_id);
+  MergeArgs args = merge_args(b, m, live, out);
+  if (b.size(0) != n || m.size(0) != n || out.size(0) != n)
+    TVM_FFI_THROW(ValueError) << "b, m and out must have " << n << " tiles, got " << b.size(0) << ", " << m.size(0)
+                              << " and " << out.size(0);
+  args.runs = plan_of(plan, n, chunk_capacity, 0, 0, true, sequences).runs();
+  launch_merge(args, sequences, width, transposed, stream);
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(affine_merge, affine_merge);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(affine_merge_runs, affine_merge_runs);
 
 }  // namespace cake::state_chain

@@ -31,6 +31,11 @@ __device__ __forceinline__ Walk walk_of(const Plan& plan, int v_heads, int group
   return w;
 }
 
+// Whether a segment is one of those that a cut on the device had room for and no need of: then there is nothing to do.
+__device__ __forceinline__ bool unneeded(const Walk& walk, const Segment& segment) {
+  return walk.sequence.length == 0 && segment.opens;
+}
+
 // Where a walk's first state comes from and where its last one goes, fp32 [K, V]; null: zero, and nowhere.
 struct Edges {
   const float* in;
