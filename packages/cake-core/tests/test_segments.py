@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from cake.core import segments
+from cake.core import segments, state_chain
 from cake.core.sequences import CHUNK, batched, packed, packed_on_device
 
 RATES = segments.COST
@@ -33,14 +33,14 @@ def slow_cost(counts, cuts, heads, processors):
             adjoints += [RATES.start + size * RATES.adjoint] * heads
             pre = RATES.start + size * (RATES.transfer // 2)
             maps += [pre] * heads * ((i < count - 1) + (0 < i < count - 1))
-            adjoint_maps += [pre] * heads * (i > 0)
+            adjoint_maps += [RATES.start + size * (RATES.adjoint_transfer // 2)] * heads * (i > 0)
         if count > 1:
             chains, steps = chains + heads, max(steps, count - 1)
     total = slow_makespan(walks, processors) + slow_makespan(adjoints, processors)
     if steps:
-        columns = next(width for most, width in ((8, 1), (24, 2), (64, 4), (10**9, 8)) if chains <= most)
+        octets = state_chain.columns_per_block(chains, 128, "sm_90a") // 8
         total += slow_makespan(maps, processors) + slow_makespan(adjoint_maps, processors)
-        total += 2 * (RATES.merge_start + steps * RATES.merge * columns)
+        total += 2 * (RATES.merge_start + steps * ((RATES.merge + octets * RATES.merge_octet) // 2))
     return total
 
 
@@ -94,7 +94,7 @@ def test_plans_of_models():
         ((188, 141, 94, 59, 32), 48): (1, 1, 1, 1, 1),
         ((128,) * 4, 32): (1, 1, 1, 1),
         ((256,) * 4, 4): (8, 8, 8, 8),
-        ((2048,), 1): (128,),
+        ((2048,), 1): (64,),
         ((15,), 1): (1,),
     }
     assert {key: segments.plan(*key) for key in plans} == plans
@@ -137,6 +137,46 @@ def test_refusals(name):
     arguments = {"heads": 1, "processors": 1, "segments": 2, name: 0}
     with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
         segments.plan((10,), **arguments)
+
+
+class TestUnseen:
+    """Boundaries that exist on a device only."""
+
+    def test_plans_of_models(self):
+        # A snapshot: a change of any of these is a change of bits.
+        plans = {
+            (32768, 5, 48): None,
+            (32768, 4, 32): 128,
+            (7744, 4, 12): 12,
+            (7744, 4, 32): 32,
+            (1000, 3, 2): None,
+            (1 << 20, 3, 1): 128,
+        }
+        assert {key: segments.plan_unseen(*key) for key in plans} == plans
+
+    def test_nothing_is_longer_than_its_share_or_a_pre_scan(self):
+        for tokens in range(1000, 200000, 7777):
+            for n, heads in ((2, 1), (3, 8), (7, 32), (100, 16)):
+                length = segments.plan_unseen(tokens, n, heads)
+                if length is not None:
+                    assert length in segments.LENGTHS
+                    assert length * 132 >= (tokens // CHUNK) * heads
+                    assert (tokens // CHUNK + n) // length < segments.MOST_SEGMENTS
+
+    def test_there_is_room_for_every_cut(self):
+        torch = pytest.importorskip("torch")
+        generator = random.Random(1)
+        for _ in range(200):
+            n, length = generator.randint(2, 9), generator.choice(segments.LENGTHS)
+            lengths = [generator.choice([0, 1, 63, 64, 65, 1000, 5000, 20000]) for _ in range(n)]
+            bounds = list(itertools.accumulate(lengths, initial=0))
+            seqs = packed_on_device(torch.tensor(bounds), bounds[-1])
+            cut = segments.cut_unseen(seqs, length)
+            chunks = [-(-x // CHUNK) for x in lengths]
+            needed = sum(max(1, -(-count // length)) for count in chunks)
+            assert needed <= cut.n
+            assert cut.n <= needed + 2 * n + 1
+            assert cut.slots(True) == seqs.slots(True)
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 7, 64, 129])

@@ -17,7 +17,7 @@ LENGTHS = (300, 0, 64, 700, 30)
 @pytest.fixture
 def cut_from(monkeypatch):
     """Lets plans cut sequences that are too short to be worth it."""
-    monkeypatch.setattr(planner, "COST", planner.Cost(start=0, merge_start=0, merge=0))
+    monkeypatch.setattr(planner, "COST", planner.Cost(start=0, merge_start=0, merge=0, merge_octet=0))
     monkeypatch.setattr(planner, "LENGTHS", (2, 4))
 
 
@@ -128,6 +128,60 @@ class TestBits:
         assert_same_bits(call(case, cu_seqlens=cu, segments=4), call(case, segments=4))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+class TestCutOnTheDevice:
+    """Boundaries that exist on the GPU alone: the same segments, made there, and so the same bits."""
+
+    @pytest.fixture(params=[2, 3, 100], ids="L{}".format)
+    def length(self, request, monkeypatch):
+        monkeypatch.setattr(_segments, "plan_unseen", lambda *_: request.param)
+        return request.param
+
+    @pytest.fixture
+    def as_known(self, length, monkeypatch):
+        def plan_alike(counts, *_, **__):
+            return tuple(max(1, -(-count // length)) for count in counts)
+
+        monkeypatch.setattr(_segments, "plan", plan_alike)
+
+    @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+    @pytest.mark.parametrize("state", [True, False], ids=["state", "no-state"])
+    @pytest.mark.parametrize("gate", ["ordinary", 0.0], ids=str)
+    def test_bits(self, make, call, assert_same_bits, as_known, gate, state, dtype):
+        case = make((*LENGTHS, 0), heads=(2, 4), gate=gate, state=state)
+        cu = torch.tensor(case.boundaries, dtype=dtype, device=case.q.device)
+        known = call(case)
+        with poisoned_empty():
+            assert_same_bits(call(case, cu_seqlens=cu), known)
+            assert_same_bits(call(case, cu_seqlens=cu, recompute_state=True), known)
+
+    def test_many_sequences(self, make, call, assert_same_bits, as_known):
+        lengths = tuple(1 + 37 * i % 400 for i in range(1300))
+        case = make(lengths, heads=(1, 1), gate=-0.01, state=False)
+        cu = torch.tensor(case.boundaries, device=case.q.device)
+        assert_same_bits(call(case, cu_seqlens=cu), call(case))
+
+    def test_by_default(self, make, call, assert_accurate, monkeypatch):
+        made = []
+        keep = _segments.cut_unseen
+        monkeypatch.setattr(_segments, "cut_unseen", lambda *x: made.append(keep(*x)) or made[-1])
+        case = make((900, 100, 300), heads=(1, 2), gate=-0.01)
+        cu = torch.tensor(case.boundaries, device=case.q.device)
+        assert_accurate(case, call(case, cu_seqlens=cu))
+        assert made[0].length == planner.plan_unseen(1300, 3, 2)
+        assert_accurate(case, call(case, cu_seqlens=cu, segments=1))
+        assert len(made) == 1
+
+    def test_boundaries_that_do_not_fit_stay_inside(self, make, call, length):
+        # Undefined results, but nothing outside the tensors is touched.
+        case = make((900, 300), heads=(1, 1), state=False)
+        for bounds in ([0, 1200, 0, 1200], [1200, 0, 1200], [0, 5000, 1200], [0, 10, 20]):
+            cu = torch.tensor(bounds, device=case.q.device)
+            call(case, cu_seqlens=cu)
+            torch.cuda.synchronize()
+
+
 class TestPlan:
     def test_long_sequences_of_few_heads_are_cut(self):
         assert _segments.segments_of(plan.packed((0, 32768), 32768), 8, "torch", None, False).n == 16
@@ -151,6 +205,9 @@ class TestPlan:
         with pytest.raises(ValueError, match=f"{name} needs the boundaries on the host"):
             _segments.segments_of(seqs, 2, "torch", **full)
         assert _segments.segments_of(seqs, 2, "torch", None, False) is None
+        seqs = plan.packed_on_device(torch.tensor([0, 100, 60000]), 60000)
+        assert _segments.segments_of(seqs, 2, "cuda", None, False).length == 16
+        assert _segments.segments_of(seqs, 2, "cuda", 1, False) is None
 
     def test_refusals(self, make):
         case = make((100,))

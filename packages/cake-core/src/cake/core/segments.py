@@ -18,32 +18,49 @@ from heapq import heappop, heappush
 
 from cake.core.sequences import CHUNK, Sequences
 
-__all__ = ["PROCESSORS", "Cost", "Segments", "cost", "cut", "makespan", "plan", "sizes"]
+__all__ = [
+    "PROCESSORS",
+    "Cost",
+    "Segments",
+    "UnseenSegments",
+    "cost",
+    "cut",
+    "cut_unseen",
+    "makespan",
+    "plan",
+    "plan_unseen",
+    "sizes",
+]
 
 #: Declared processors of an architecture: what plans count on, whatever the device has.
 PROCESSORS = {"sm_90a": 132}
 #: Longest segments that `plan` chooses from, in chunks. None is longer than a pre-scan may walk.
 LENGTHS = (8, 12, 16, 24, 32, 48, 64, 96, 128)
 MOST_CHUNKS = 128
+#: Segments of one sequence that a merge on the device may meet.
+MOST_SEGMENTS = 640
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Time of the parts of a call, in ns.
+    """Time of the parts of a call on an H200, in ns.
 
     start: of a block, before its first chunk and after its last one.
     scan, adjoint: of one chunk of one head in the walks of the forward and the backward.
-    transfer: of one chunk of one head in a pre-scan of M, of B and of the backward's B alike. The decay of
-        most heads lets a pre-scan look at a segment's last few chunks only: half the chunks are counted.
-    merge_start, merge: of a merge, and of one of its steps for each 8 columns of a block.
+    transfer, adjoint_transfer: of one chunk of one head in a pre-scan of M or B, and of the backward's B. The
+        decay of most heads lets a pre-scan look at a segment's last few chunks only: half of it is counted.
+    merge_start: of a merge. merge, merge_octet: of one of its steps, and more for each 8 columns that a block
+        takes (`cake.core.state_chain`); half of these too.
     """
 
-    start: int = 6000
-    scan: int = 2900
-    adjoint: int = 2900
-    transfer: int = 2400
-    merge_start: int = 8000
-    merge: int = 700
+    start: int = 14000
+    scan: int = 3100
+    adjoint: int = 2950
+    transfer: int = 1750
+    adjoint_transfer: int = 2400
+    merge_start: int = 4000
+    merge: int = 4500
+    merge_octet: int = 800
 
 
 COST = Cost()
@@ -94,6 +111,19 @@ class Segments(Sequences):
         return tuple(range(a, b) for a, b in zip(first, [*first[1:], self.n], strict=True))
 
 
+@dataclass(frozen=True, eq=False)
+class UnseenSegments(Segments):
+    """Segments of sequences whose boundaries exist on a device only: the tables are made there.
+
+    `n` is a bound on their number; those that aren't needed are empty. `sequence`, `opens` and `followed` are
+    empty.
+
+    length: most chunks of a segment. A sequence is cut into as few of equal size as keep to it.
+    """
+
+    length: int
+
+
 def plan(
     chunk_counts: Sequence[int],
     heads: int,
@@ -134,6 +164,20 @@ def plan(
     if packing_invariant:
         return tuple(_planned((count,), heads, processors, rates)[0] for count in counts)
     return _planned(counts, heads, processors, rates)
+
+
+def plan_unseen(tokens: int, n: int, heads: int, *, processors: int = PROCESSORS["sm_90a"]) -> int | None:
+    """Most chunks of a segment where the boundaries of several sequences exist on a device only, or None.
+
+    The least of `LENGTHS` that is no shorter than an even share of all chunks and heads for each processor: a
+    longer sequence would keep one processor busy when the others are done.
+    """
+    chunks = tokens // CHUNK
+    if chunks < 2 * LENGTHS[0]:
+        return None
+    share = -(-(chunks + n) * heads // processors)
+    fitting = [x for x in LENGTHS if x >= share and (chunks + n) // x < MOST_SEGMENTS]
+    return fitting[0] if fitting and fitting[0] < chunks else None
 
 
 def sizes(chunks: int, segments: int) -> tuple[int, ...]:
@@ -183,6 +227,24 @@ def _cut(seqs: Sequences, counts: tuple[int, ...]) -> Segments:
     )
 
 
+def cut_unseen(seqs: Sequences, length: int) -> UnseenSegments:
+    """The segments of sequences with boundaries on a device, none longer than `length` chunks."""
+    return UnseenSegments(
+        batch=seqs.batch,
+        tokens=seqs.tokens,
+        boundaries=None,
+        cu_device=seqs.cu_device,
+        n=seqs.n + (seqs.tokens // CHUNK + seqs.n) // length,
+        chunk_capacity=seqs.chunk_capacity,
+        boundary_capacity=seqs.boundary_capacity,
+        sequence=(),
+        opens=(),
+        followed=(),
+        whole=seqs,
+        length=length,
+    )
+
+
 @lru_cache(maxsize=64)
 def _planned(counts: tuple[int, ...], heads: int, processors: int, rates: Cost) -> tuple[int, ...]:
     whole = (1,) * len(counts)
@@ -226,9 +288,9 @@ def cost(counts: Sequence[int], cuts: Sequence[int], heads: int, processors: int
     total += makespan(walks, processors, rates.start, rates.adjoint)
     if steps:
         total += makespan(maps, processors, rates.start, rates.transfer // 2)
-        total += makespan(adjoints, processors, rates.start, rates.transfer // 2)
-        columns = 1 if chains <= 8 else 2 if chains <= 24 else 4 if chains <= 64 else 8
-        total += 2 * (rates.merge_start + steps * rates.merge * columns)
+        total += makespan(adjoints, processors, rates.start, rates.adjoint_transfer // 2)
+        octets = 1 if chains <= 8 else 2 if chains <= 16 else 4 if chains <= 33 else 8
+        total += 2 * (rates.merge_start + steps * ((rates.merge + octets * rates.merge_octet) // 2))
     return total
 
 

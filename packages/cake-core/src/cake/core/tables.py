@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from cake.core.segments import Segments
+from cake.core.segments import Segments, UnseenSegments
 from cake.core.sequences import Sequences
 
 __all__ = ["plan_tables", "plan_words"]
@@ -29,7 +29,8 @@ HEADER = 4
 
 def plan_words(seqs: Sequences) -> int:
     """int32 words of the tables of a call."""
-    return HEADER + (6 if isinstance(seqs, Segments) else 5) * seqs.n + 4 * seqs.chunk_capacity
+    words = HEADER + (6 if isinstance(seqs, Segments) else 5) * seqs.n + 4 * seqs.chunk_capacity
+    return words + 2 * (seqs.whole.n + 1) if isinstance(seqs, UnseenSegments) else words
 
 
 def plan_tables(
@@ -38,6 +39,7 @@ def plan_tables(
     stream: int,
     make_plan: Callable[..., Any],
     copy_boundaries: Callable[..., Any],
+    make_cut_plan: Callable[..., Any] | None = None,
 ) -> torch.Tensor:
     """int32: what `Plan` in seq.cuh reads.
 
@@ -45,7 +47,8 @@ def plan_tables(
         seqs: the call's sequences.
         device: where the call runs; the current one.
         stream: handle of the stream that the launches go to.
-        make_plan, copy_boundaries: the host entries of the op's library.
+        make_plan, copy_boundaries, make_cut_plan: the host entries of the op's library; the last one is
+            needed by `UnseenSegments` alone.
 
     Raises:
         ValueError: segments of a call with 2^30 tokens or more.
@@ -54,6 +57,13 @@ def plan_tables(
     if cut and seqs.total >= MOST_TOKENS:
         raise ValueError(f"a call that is cut must have less than 2^30 tokens, got {seqs.total}")
     words = torch.empty(plan_words(seqs), dtype=torch.int32, device=device)
+    if isinstance(seqs, UnseenSegments):
+        assert make_cut_plan is not None
+        make_cut_plan(
+            words, seqs.cu_device, seqs.n, seqs.whole.n, seqs.length,
+            seqs.chunk_capacity, seqs.total, seqs.tokens, stream,
+        )  # fmt: skip
+        return words
     kind, host, boundaries = UNIFORM, 0, None
     if seqs.cu_device is not None:
         boundaries = seqs.cu_device

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from cake.core import loader, state_chain, workspace
-from cake.core.segments import Segments
+from cake.core.segments import Segments, UnseenSegments
 from cake.core.tables import plan_tables
 from cake.core.tables import plan_words as plan_words
 from cake.gdn._stages import Prep
@@ -33,7 +33,7 @@ def prep(
         b=torch.empty((v_heads, total), dtype=torch.float32, device=device),
         rq=torch.empty((heads, total), dtype=torch.float32, device=device),
         rk=torch.empty((heads, total), dtype=torch.float32, device=device),
-        plan=plan_tables(seqs, device, stream, library.gdn_plan, library.gdn_boundaries),
+        plan=tables(seqs, device),
     )
     library.gdn_prep(
         q,
@@ -166,10 +166,32 @@ def merge(
     if out is None:
         out = b.new_empty((n_out, *b.shape[1:]))
     width = state_chain.columns_per_block(len(chains) * b.shape[1], b.shape[3], ARCH, columns)
-    library, stream = loader.load("gdn", "affine_merge", arch=ARCH, package="state_chain"), _stream(b.device)
+    library, stream = _merges(), _stream(b.device)
     for table, count in state_chain.tables(tuple(map(tuple, chains))):
         library.affine_merge(b, m, live, out, table.buffer_info()[0], count, width, transposed, stream)
     return out
+
+
+def chain(
+    b: torch.Tensor,
+    m: torch.Tensor,
+    live: torch.Tensor,
+    prep: Prep,
+    seqs: Segments,
+    *,
+    adjoint: bool = False,
+) -> torch.Tensor:
+    """The states where segments meet; see `_stages`."""
+    if not isinstance(seqs, UnseenSegments):
+        chains = seqs.adjoint_chains if adjoint else seqs.chains
+        return merge(b, m, chains, seqs.n, live=live, transposed=adjoint)
+    states = torch.empty_like(b)
+    width = state_chain.columns_per_block(seqs.whole.n * b.shape[1], b.shape[3], ARCH)
+    _merges().affine_merge_runs(
+        b, m, live, states, prep.plan, seqs.n, seqs.chunk_capacity, seqs.whole.n, width, adjoint,
+        _stream(b.device),
+    )  # fmt: skip
+    return states
 
 
 def out(
@@ -205,7 +227,8 @@ def out(
 def tables(seqs: Sequences, device: torch.device) -> torch.Tensor:
     """What the kernels read of sequences and chunks, int32."""
     library = _library("gdn_prep")
-    return plan_tables(seqs, device, _stream(device), library.gdn_plan, library.gdn_boundaries)
+    entries = (library.gdn_plan, library.gdn_boundaries, library.gdn_cut_plan)
+    return plan_tables(seqs, device, _stream(device), *entries)
 
 
 def logical_states(images: torch.Tensor) -> torch.Tensor:
@@ -222,6 +245,10 @@ def logical_states(images: torch.Tensor) -> torch.Tensor:
 
 def _library(name: str) -> Any:
     return loader.load("gdn", name, arch=ARCH)
+
+
+def _merges() -> Any:
+    return loader.load("gdn", "affine_merge", arch=ARCH, package="state_chain")
 
 
 def _stream(device: torch.device) -> int:

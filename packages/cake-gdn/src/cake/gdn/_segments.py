@@ -6,7 +6,7 @@ from types import ModuleType
 
 import torch
 
-from cake.core.segments import Segments, cut, plan
+from cake.core.segments import Segments, cut, cut_unseen, plan, plan_unseen
 from cake.gdn._stages import Prep, stages
 from cake.gdn.plan import Sequences, packed
 
@@ -36,7 +36,8 @@ def segments_of(
             for name, given in asked.items():
                 if given:
                     raise ValueError(f"{name} needs the boundaries on the host: give cu_seqlens_cpu")
-            return None
+            length = plan_unseen(seqs.tokens, seqs.n, v_heads) if segments is None else None
+            return None if length is None else cut_unseen(seqs, length)
         whole = packed((0, seqs.total), seqs.total)
     counts = plan(whole.chunk_counts, v_heads, segments=segments, packing_invariant=packing_invariant)
     return cut(whole, counts) if max(counts) > 1 else None
@@ -54,7 +55,7 @@ def entering(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The state that enters each segment; and the maps M with their flags, which the backward needs again."""
     b, m, live = run.transfer(k, v, beta, prep, segments, initial_state=initial_state, least=least)
-    return run.merge(b, m, segments.chains, segments.n, live=live), m, live
+    return run.chain(b, m, live, prep, segments), m, live
 
 
 def leaving(
@@ -73,5 +74,5 @@ def leaving(
     """The adjoint state that meets each segment at its end."""
     m, live = maps
     b = run.adj_transfer(q, k, do, beta, prep, segments, live, scale=scale, dht=dht, least=least)
-    states: torch.Tensor = run.merge(b, m, segments.adjoint_chains, segments.n, live=live, transposed=True)
+    states: torch.Tensor = run.chain(b, m, live, prep, segments, adjoint=True)
     return states

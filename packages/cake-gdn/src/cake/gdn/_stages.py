@@ -28,6 +28,8 @@ them:
     0, and b may be walked over the last chunks alone. Rows that nobody needs are undefined.
 ``adj_transfer(q, k, do, beta, prep, seqs, live, *, scale, dht=None, least=None) -> b``
     The B of R_in = M^T R_out + B, of each segment with one before it; alike.
+``chain(b, m, live, prep, seqs, *, adjoint=False) -> states``
+    What `scan` takes as ``entering``, or of the adjoint maps what `adj` takes as ``leaving``.
 ``merge(b, m, chains, n_out, *, live=None, transposed=False, columns=None, out=None) -> states``
     See `cake.core.state_chain`.
 

@@ -18,12 +18,13 @@ import torch
 
 from cake.core import workspace
 from cake.core.edges import Edges
+from cake.core.segments import Segments
 from cake.core.state_chain import merge
 from cake.core.tiles import Tile, blocks, groups
 from cake.gdn._stages import Prep
 from cake.gdn.plan import CHUNK, Sequences
 
-__all__ = ["adj", "adj_transfer", "merge", "out", "prep", "scan", "transfer"]
+__all__ = ["adj", "adj_transfer", "chain", "merge", "out", "prep", "scan", "transfer"]
 
 BF16 = torch.bfloat16
 LOG2E = 1.4426950408889634
@@ -160,6 +161,20 @@ def transfer(
             _step(tile, prep, kc, None, tile.vectors(beta_rows), _two_bf16(now), now, _two_bf16)
         m[group.ids] = torch.where(here[..., None, None], state, 0.0)
     return b, m, live
+
+
+def chain(
+    b: torch.Tensor,
+    m: torch.Tensor,
+    live: torch.Tensor,
+    prep: Prep,
+    seqs: Segments,
+    *,
+    adjoint: bool = False,
+) -> torch.Tensor:
+    """The states where segments meet; see `_stages`."""
+    chains = seqs.adjoint_chains if adjoint else seqs.chains
+    return merge(b, m, chains, seqs.n, live=live, transposed=adjoint)
 
 
 def adj(

@@ -90,8 +90,8 @@ def chunk_gated_delta_rule(
         recompute_state: for this call in place of the configured `--cake-gdn-recompute-state`.
         segments: into how many segments of whole chunks each sequence is cut, to be walked at once: 1 for
             none, at most its chunks, and more where one would be longer than 128 chunks. By default
-            `cake.core.segments.plan` decides, from the lengths and HV alone. Several sequences whose
-            boundaries are on the GPU alone stay whole.
+            `cake.core.segments.plan` decides, from the lengths and HV alone; where the boundaries of several
+            sequences are on the GPU alone, `plan_unseen` does from T, N and HV, and gives other bits.
         packing_invariant: plan each sequence as if it were alone in the call.
 
     Returns:

@@ -131,7 +131,9 @@ __device__ __forceinline__ void adj_walk(const WalkArgs& args, const Walk& walk)
 }
 
 static __global__ void __launch_bounds__(kWalkThreads, 1) adj_kernel(const __grid_constant__ WalkArgs args) {
-  adj_walk<false>(args, walk_of(args.plan, args.v_heads, args.group, blockIdx.x));
+  const Walk walk = walk_of(args.plan, args.v_heads, args.group, blockIdx.x);
+  if (args.inner && unneeded(walk, args.plan.segment(walk.index))) return;
+  adj_walk<false>(args, walk);
 }
 
 }  // namespace cake::gdn

@@ -31,6 +31,7 @@ void gdn_prep(TensorView q, TensorView k, TensorView g, TensorView beta, TensorV
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gdn_plan, make_plan);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(gdn_cut_plan, make_cut_plan);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gdn_boundaries, copy_boundaries);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gdn_prep, gdn_prep);
 

@@ -126,6 +126,7 @@ static __global__ void __launch_bounds__(kWalkThreads, 1) scan_kernel(const __gr
   extern __shared__ __align__(1024) uint8_t raw[];
   WalkShared& s = *reinterpret_cast<WalkShared*>(raw);
   const Walk walk = walk_of(args.plan, args.v_heads, args.group, blockIdx.x);
+  if (args.inner && unneeded(walk, args.plan.segment(walk.index))) return;
   walk_init<kOutput>(s, threadIdx.x);
   const Role role = static_cast<Role>(threadIdx.x / 128);
   if (role == Role::kProducer) {

@@ -201,7 +201,7 @@ static __global__ void __launch_bounds__(kWalkThreads, 1) transfer_kernel(const 
   Walk walk = walk_of(args.walk.plan, args.walk.v_heads, args.walk.group, blockIdx.x / 2);
   const bool map = blockIdx.x % 2;
   const Segment segment = args.walk.plan.segment(walk.index);
-  if (!segment.followed || (map && !segment.opens)) return;
+  if (!segment.followed || (map && !segment.opens) || unneeded(walk, segment)) return;
   bool faded;
   const int count = reach<true>(args, walk, faded);
   const int64_t row = int64_t(walk.index) * args.walk.v_heads + walk.v_head;
@@ -221,7 +221,7 @@ static __global__ void __launch_bounds__(kWalkThreads, 1)
     adj_transfer_kernel(const __grid_constant__ TransferArgs args) {
   Walk walk = walk_of(args.walk.plan, args.walk.v_heads, args.walk.group, blockIdx.x);
   const Segment segment = args.walk.plan.segment(walk.index);
-  if (!segment.opens) return;
+  if (!segment.opens || unneeded(walk, segment)) return;
   // The forward has decided which maps vanish. A last segment's adjoint starts from a known one: it may begin late all the same.
   bool faded;
   const int count = reach<false>(args, walk, faded);
