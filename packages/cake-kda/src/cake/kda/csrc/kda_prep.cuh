@@ -150,8 +150,8 @@ enum class Left { kOthers, kBorder, kRight };
 // the g-th row of each group (channels 4 t .. 4 t + 3 of each 16) and its node's border row. Row g of a product's 16 is the
 // group's q, row g + 8 its k.
 template <int kRight, int kLeft, Left kWhich = Left::kOthers>
-__device__ __forceinline__ void add_pairs(float (&acc)[kRight * kLeft][4], const PrepShared& s,
-                                          const int (&right)[kRight], const int (&left)[kLeft], int border, int lane) {
+__device__ __forceinline__ void add_pairs(float (*acc)[4], const PrepShared& s, const int (&right)[kRight],
+                                          const int (&left)[kLeft], int border, int lane) {
   const int channel0 = 4 * (lane & 3);
   const uint32_t q = smem_addr(s.rows.q), k = smem_addr(s.rows.k), b = smem_addr(s.b);
   uint32_t b_right[kRight], b_left[kLeft], row_right[kRight], row_left[kLeft];
@@ -232,9 +232,9 @@ __device__ __forceinline__ bool is_narrow(const PrepShared& s, int row0, int lan
 
 // One level of the 16 rows from `row0` on.
 template <int w>
-__device__ __forceinline__ void add_level(float (&acc)[1][4], const PrepShared& s, int row0, int lane) {
+__device__ __forceinline__ void add_level(float (&acc)[4], const PrepShared& s, int row0, int lane) {
   const int left = row0 + left_row<w>(lane >> 2);
-  add_pairs<1, 1, w == 1 ? Left::kBorder : Left::kOthers>(acc, s, {left + w}, {left}, left | (w - 1), lane);
+  add_pairs<1, 1, w == 1 ? Left::kBorder : Left::kOthers>(&acc, s, {left + w}, {left}, left | (w - 1), lane);
 }
 
 // Stores what a product says of row i: A in columns j0 and j1 where they belong to it.
@@ -252,9 +252,9 @@ __device__ __forceinline__ void put_pairs(PrepShared& s, const float (&acc)[4], 
 }
 
 template <int w>
-__device__ __forceinline__ void put_level(PrepShared& s, const float (&acc)[1][4], int row0, int lane) {
+__device__ __forceinline__ void put_level(PrepShared& s, const float (&acc)[4], int row0, int lane) {
   const int g = lane >> 2, t = lane & 3;
-  put_pairs(s, acc[0], row0 + left_row<w>(g) + w, {row0 + left_row<w>(2 * t), row0 + left_row<w>(2 * t + 1)},
+  put_pairs(s, acc, row0 + left_row<w>(g) + w, {row0 + left_row<w>(2 * t), row0 + left_row<w>(2 * t + 1)},
             {g / w == 2 * t / w, g / w == (2 * t + 1) / w});
 }
 
@@ -362,15 +362,15 @@ static __global__ void __launch_bounds__(kPrepThreads, kPrepCtasPerSm)
   float acc64[4][4] = {}, acc32[2][4] = {};
   add_pairs<2, 2>(acc64, s, {right64 + g, right64 + 8 + g}, {left64 + g, left64 + 8 + g}, 31, lane);
   add_pairs<1, 2>(acc32, s, {right32 + g}, {left32 + g, left32 + 8 + g}, left32 + 15, lane);
-  float own[4][4] = {}, acc16[1][4] = {}, acc8[1][4] = {}, acc4[1][4] = {}, acc2[1][4] = {};
+  float own[4][4] = {};  // four products, or four levels
   const bool narrow = is_narrow(s, row0, lane);
   if (narrow) {
     add_pairs<2, 2, Left::kRight>(own, s, {row0 + g, row0 + 8 + g}, {row0 + g, row0 + 8 + g}, row0 + 7, lane);
   } else {
-    add_level<8>(acc16, s, row0, lane);
-    add_level<4>(acc8, s, row0, lane);
-    add_level<2>(acc4, s, row0, lane);
-    add_level<1>(acc2, s, row0, lane);
+    add_level<8>(own[0], s, row0, lane);
+    add_level<4>(own[1], s, row0, lane);
+    add_level<2>(own[2], s, row0, lane);
+    add_level<1>(own[3], s, row0, lane);
   }
   __syncthreads();
 
@@ -393,10 +393,10 @@ static __global__ void __launch_bounds__(kPrepThreads, kPrepCtasPerSm)
         put_pairs(s, own[2 * i + j], row0 + right, {row0 + left, row0 + left + 1}, {right > left, right > left + 1});
       }
   } else {
-    put_level<8>(s, acc16, row0, lane);
-    put_level<4>(s, acc8, row0, lane);
-    put_level<2>(s, acc4, row0, lane);
-    put_level<1>(s, acc2, row0, lane);
+    put_level<8>(s, own[0], row0, lane);
+    put_level<4>(s, own[1], row0, lane);
+    put_level<2>(s, own[2], row0, lane);
+    put_level<1>(s, own[3], row0, lane);
   }
   if (tid < kChunk)
     *reinterpret_cast<__nv_bfloat16*>(s.pairs.p + group_offset<kChunk>(tid, tid >> 3) + 2 * (tid & 7)) =
