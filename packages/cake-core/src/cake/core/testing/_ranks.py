@@ -23,8 +23,8 @@ from typing import Any
 
 __all__ = ["Outcome", "Ranks"]
 
-#: Seconds after which ranks that start give up on each other, and a test on its ranks.
-START_TIMEOUT = 120.0
+#: Seconds after which a collective gives up, and after which a test does.
+COLLECTIVE_TIMEOUT = 100.0
 JOB_TIMEOUT = 120.0
 
 
@@ -50,11 +50,11 @@ class Ranks:
 
     Args:
         size: processes.
-        timeout: seconds after which a collective gives up.
+        subgroup_timeout: seconds after which a collective of fewer ranks than all gives up.
     """
 
-    def __init__(self, size: int, timeout: float = START_TIMEOUT):
-        self.size, self._timeout = size, timeout
+    def __init__(self, size: int, subgroup_timeout: float = COLLECTIVE_TIMEOUT):
+        self.size, self._timeout = size, subgroup_timeout
         self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
 
@@ -88,8 +88,7 @@ class Ranks:
     def run(self, function: Callable[..., Any], *arguments: Any, world: int | None = None) -> list[Outcome]:
         """Runs `function(group, *arguments)` on the first `world` ranks, by default on all.
 
-        `group` is the process group; None, the default one, where all ranks take part without a timeout of
-        their own.
+        `group` is the process group; None, the default one, where all ranks take part.
 
         Raises:
             AssertionError: a rank hasn't answered in time; all of them are killed.
@@ -136,14 +135,10 @@ def _serve(pipe: Connection, rank: int, size: int, meet: str, timeout: float, pa
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    patience, limit = (datetime.timedelta(seconds=seconds) for seconds in (START_TIMEOUT, timeout))
-    dist.init_process_group(
-        "gloo", init_method=f"file://{meet}", rank=rank, world_size=size, timeout=patience
-    )
+    limit, own = (datetime.timedelta(seconds=seconds) for seconds in (timeout, COLLECTIVE_TIMEOUT))
+    dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=size, timeout=own)
     dist.barrier()
-    groups: list[Any] = [dist.new_group(list(range(n)), timeout=limit) for n in range(1, size + 1)]
-    if timeout == START_TIMEOUT:
-        groups[-1] = None
+    groups = [dist.new_group(list(range(n)), timeout=limit) for n in range(1, size)]
     modules: dict[str, ModuleType] = {}
     while os.getppid() == parent:
         try:
@@ -155,7 +150,8 @@ def _serve(pipe: Connection, rank: int, size: int, meet: str, timeout: float, pa
             file, name, world, arguments = pickle.loads(job)
             if file not in modules:
                 modules[file] = _module(file)
-            value = getattr(modules[file], name)(groups[world - 1], *arguments)
+            group = None if world == size else groups[world - 1]
+            value = getattr(modules[file], name)(group, *arguments)
             outcome = Outcome(value, None, "", time.monotonic() - started)
         except Exception as error:
             outcome = Outcome(None, type(error).__name__, traceback.format_exc(), time.monotonic() - started)
