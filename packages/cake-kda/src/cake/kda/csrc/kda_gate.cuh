@@ -14,6 +14,7 @@
 namespace cake::kda {
 
 constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kLog2Log2E = 0.5287663729448977f;
 constexpr float kLeastGate = -88.f;
 constexpr float kMostLogRate = 30.f;
 constexpr float kSaturated = 1e4f;     // a sigmoid is 0 or 1, and its slope 0, long before
@@ -42,6 +43,14 @@ struct Gate {
   float rate;  // standard: A_log / ln 2; bounded: exp(A_log)
   float bound;
 
+  // The same, of a kind that the compiler knows.
+  template <GateKind kKind>
+  __device__ __forceinline__ Gate of_kind() const {
+    Gate gate = *this;
+    gate.kind = kKind;
+    return gate;
+  }
+
   __device__ __forceinline__ Gate(const GateArgs& args, int v_head) : kind(args.kind), bound(args.bound) {
     const float a_log = GateArgs::load(args.a_log, args.a_log_bf16, v_head);
     rate = kind == GateKind::kBounded ? ex2(fminf(a_log, kMostLogRate) * kLog2E) : a_log * kLog2E;
@@ -54,7 +63,7 @@ struct Softplus {
 
   __device__ __forceinline__ explicit Softplus(float x) {
     const float within = fmaxf(x, kLinearBelow);  // no branch: a thread has many of these in flight
-    const float y = ex2(-fabsf(within) * kLog2E), z = __fdividef(y, 2.f + y), w = z * z;
+    const float y = ex2(-fabsf(within) * kLog2E), z = y * rcp(2.f + y), w = z * z;
     float series = fmaf(w, 1.f / 13, 1.f / 11);
     series = fmaf(w, series, 1.f / 9);
     series = fmaf(w, series, 1.f / 7);
@@ -63,19 +72,19 @@ struct Softplus {
     series = fmaf(w, series, 1.f);
     value = fmaf(2.f * z, series, fmaxf(x, 0.f));
     log2 = fmaf(x - within, kLog2E, __log2f(value));
-    sigmoid = __fdividef(x < 0.f ? y : 1.f, 1.f + y);
+    sigmoid = (x < 0.f ? y : 1.f) * rcp(1.f + y);
   }
 };
 
 // log2(e) max(log decay, -88).
 __device__ __forceinline__ float log2_decay(float raw, float bias, const Gate& gate) {
-  float g = raw;
+  float step = raw * kLog2E;
   if (gate.kind == GateKind::kStandard) {
-    g = -ex2(gate.rate + Softplus(raw + bias).log2);
+    step = -ex2(gate.rate + kLog2Log2E + Softplus(raw + bias).log2);
   } else if (gate.kind == GateKind::kBounded) {
-    g = __fdividef(gate.bound, 1.f + ex2(-gate.rate * (raw + bias) * kLog2E));
+    step = gate.bound * kLog2E * rcp(1.f + ex2(-gate.rate * kLog2E * (raw + bias)));
   }
-  return fmaxf(g, kLeastGate) * kLog2E;
+  return fmaxf(step, kLeastGate * kLog2E);
 }
 
 // Gradients of the raw gate and, this value's share, of A_log, from that of the log decay.
@@ -90,11 +99,11 @@ __device__ __forceinline__ GateGradient gate_backward(float raw, float bias, flo
     const float g = -ex2(gate.rate + softplus.log2);
     if (!(g > kLeastGate)) return {0.f, 0.f};
     const float weighted = g * d_log;
-    return {x < kLinearBelow ? weighted : weighted * __fdividef(softplus.sigmoid, softplus.value), weighted};
+    return {x < kLinearBelow ? weighted : weighted * softplus.sigmoid * rcp(softplus.value), weighted};
   }
   if (gate.kind == GateKind::kBounded) {
     const float u = fminf(fmaxf(gate.rate * x, -kSaturated), kSaturated);
-    const float y = ex2(-fabsf(u) * kLog2E), s = __fdividef(1.f, 1.f + y);  // sigmoid(|u|); sigmoid(-|u|) = y s
+    const float y = ex2(-fabsf(u) * kLog2E), s = rcp(1.f + y);  // sigmoid(|u|); sigmoid(-|u|) = y s
     if (!(gate.bound * (u < 0.f ? y * s : s) > kLeastGate)) return {0.f, 0.f};
     const float slope = gate.bound * y * s * s * d_log;
     return {slope * gate.rate, slope * u};

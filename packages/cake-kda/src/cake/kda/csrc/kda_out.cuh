@@ -93,12 +93,24 @@ struct OutShared {
   uint64_t s_full, s_empty, r_full, r_empty, t_empty;
   uint64_t v_full, v_empty;
   uint64_t grads_full, grads_empty;  // grad, y, beta
-  uint64_t rows_full, rows_empty;  // q, k, g, rq, rk
+  uint64_t gate_full, gate_empty;  // g, and the decays in its place
+  uint64_t rows_full, rows_empty;  // q, k, rq, rk
   uint64_t delta_full;  // D
 };
 static_assert(sizeof(OutShared) <= 232448, "an SM gives a CTA 227 KB");
 
 // ---- producer --------------------------------------------------------------------------------------------------
+
+// A token tile from rows of 128 bf16; zeros past the end. A loop, and no more, for the sake of the kernel's size.
+__device__ __forceinline__ void load_tile(uint32_t tile, const __nv_bfloat16* src, int64_t row_stride, int rows,
+                                          int thread) {
+  int row = thread / 16;
+  tile += group_offset<kChunk>(row, thread % 16);
+  src += row * row_stride + thread % 16 * 8;
+#pragma unroll 2
+  for (int i = 0; i < 8; ++i, row += 8, tile += 8 * kPanelRowBytes, src += 8 * row_stride)
+    cp_async_16(tile, src, row < rows);
+}
 
 // 64 rows of 128 fp32, 512 bytes each: the 16-byte group c of row i lies at group c ^ (i & 6), so that a thread's neighbours
 // find theirs in different banks.
@@ -106,18 +118,20 @@ __device__ __forceinline__ uint32_t wide_offset(int row, int channel) {
   return row * 512 + (((channel >> 2) ^ (row & 6)) << 4) + ((channel & 3) << 2);
 }
 
-__device__ __forceinline__ void load_wide_rows(uint32_t tile, const float* src, int64_t row_stride, int rows,
+__device__ __forceinline__ void load_wide_tile(uint32_t tile, const float* src, int64_t row_stride, int rows,
                                                int thread) {
   int row = thread / 32;
-  uint32_t dst = tile + wide_offset(row, 4 * (thread % 32));
+  tile += wide_offset(row, 4 * (thread % 32));
   src += row * row_stride + 4 * (thread % 32);
-#pragma unroll 4
-  for (int i = 0; i < 16; ++i) {
-    cp_async_16(dst, src, row < rows);
-    dst = (dst + 4 * 512) ^ (4 << 4);
-    src += 4 * row_stride;
-    row += 4;
-  }
+#pragma unroll 2
+  for (int i = 0; i < 16; ++i, row += 4, tile = (tile + 4 * 512) ^ (4 << 4), src += 4 * row_stride)
+    cp_async_16(tile, src, row < rows);
+}
+
+// A chunk's first row in a view.
+template <typename T>
+__device__ __forceinline__ T* first_row(const View<T>& x, int batch, int token, int head) {
+  return x.data + batch * x.batch_stride + token * x.token_stride + head * x.head_stride;
 }
 
 // dv = beta Y.
@@ -137,33 +151,8 @@ __device__ __forceinline__ void value_gradient(uint32_t y, const float* beta, __
   }
 }
 
-// q, k (when they are the pair's first), g and the norms of a v head.
-__device__ __forceinline__ void load_head_rows(OutShared& s, const OutArgs& args, const Chunk& chunk, int head,
-                                               int v_head, bool first, int thread) {
-  const int tokens = args.plan.tokens_per_batch;
-  if (first) {
-    load_rows<16, 128>(smem_addr(s.q), args.q.row(chunk.token, tokens, head), args.q.token_stride, chunk.rows, thread);
-    load_rows<16, 128>(smem_addr(s.k), args.k.row(chunk.token, tokens, head), args.k.token_stride, chunk.rows, thread);
-  }
-  const int64_t g = args.g_index(chunk.token, v_head);
-  if (args.g_bf16) {
-    load_rows<16, 128>(smem_addr(s.g), static_cast<const __nv_bfloat16*>(args.g.data) + g, args.g.token_stride,
-                       chunk.rows, thread);
-  } else {
-    load_wide_rows(smem_addr(s.g), static_cast<const float*>(args.g.data) + g, args.g.token_stride, chunk.rows, thread);
-  }
-  cp_async_commit();
-  if (thread < kChunk) {
-    const int64_t i = head * int64_t(args.plan.total) + chunk.token + thread;
-    s.rq[thread] = thread < chunk.rows ? args.rq[i] : 0.f;
-    s.rk[thread] = thread < chunk.rows ? args.rk[i] : 0.f;
-  }
-  cp_async_wait<0>();
-  mbar_arrive(smem_addr(&s.rows_full));
-}
-
 __device__ __forceinline__ void out_produce(OutShared& s, const OutArgs& args, int thread) {
-  const int tokens = args.plan.tokens_per_batch, v_heads = args.heads * args.group, lane = thread & 31;
+  const int v_heads = args.heads * args.group, lane = thread & 31;
   const int works = args.plan.chunk_count() * args.heads;
   int step = 0;
   for (int work = blockIdx.x; work < works; work += gridDim.x) {
@@ -171,13 +160,17 @@ __device__ __forceinline__ void out_produce(OutShared& s, const OutArgs& args, i
     const Sequence sequence = args.plan.sequence(chunk.sequence);
     const int s_slot = state_slot(sequence, chunk.index, args.states_edge);
     const int r_slot = adjoint_slot(sequence, chunk.index, chunk.last, args.adjoints_edge);
-    const int head = work % args.heads;
+    const int head = work % args.heads, rows = chunk.rows;
+    const int batch = chunk.token / args.plan.tokens_per_batch,
+              token = chunk.token - batch * args.plan.tokens_per_batch;
+#pragma unroll 1
     for (int j = 0; j < args.group; ++j, ++step) {
       const int v_head = head * args.group + j, set = step & 1;
       const uint32_t parity = step & 1, set_parity = (step >> 1) & 1;
+      const int64_t first = (int64_t(chunk.token) * v_heads + v_head) * kHeadDim;  // of y and dv
       OutVectors& vectors = s.vectors[set];
       float beta = 0.f;
-      if (thread < chunk.rows) beta = args.beta.at(chunk.token + thread, tokens, v_head);
+      if (thread < rows) beta = args.beta.at(chunk.token + thread, args.plan.tokens_per_batch, v_head);
       // In the order in which the previous v heads let go of them.
       mbar_wait(smem_addr(&s.pairs_empty[set]), set_parity ^ 1);
       mbar_wait(smem_addr(&s.t_empty), parity ^ 1);
@@ -191,18 +184,15 @@ __device__ __forceinline__ void out_produce(OutShared& s, const OutArgs& args, i
       mbar_wait(smem_addr(&s.s_empty), parity ^ 1);
       load_state(smem_addr(s.s), s.s_full, args.states, s_slot, v_heads, v_head, thread);
       mbar_wait(smem_addr(&s.v_empty), parity ^ 1);
-      load_rows<16, 128>(smem_addr(s.v), args.v.row(chunk.token, tokens, v_head), args.v.token_stride, chunk.rows,
-                         thread);
+      load_tile(smem_addr(s.v), first_row(args.v, batch, token, v_head), args.v.token_stride, rows, thread);
       cp_async_commit();
       mbar_wait(smem_addr(&s.grads_empty), parity ^ 1);
-      load_rows<16, 128>(smem_addr(s.y), args.y + (int64_t(chunk.token) * v_heads + v_head) * kHeadDim,
-                         v_heads * kHeadDim, chunk.rows, thread);
-      load_rows<16, 128>(smem_addr(s.grad), args.grad.row(chunk.token, tokens, v_head), args.grad.token_stride,
-                         chunk.rows, thread);
+      load_tile(smem_addr(s.y), args.y + first, v_heads * kHeadDim, rows, thread);
+      load_tile(smem_addr(s.grad), first_row(args.grad, batch, token, v_head), args.grad.token_stride, rows, thread);
       cp_async_commit();
       if (thread < kChunk) {
         vectors.beta[thread] = beta;
-        const uint32_t dead = __ballot_sync(0xffffffffu, thread < chunk.rows && fabsf(beta) < kLeastBeta);
+        const uint32_t dead = __ballot_sync(0xffffffffu, thread < rows && fabsf(beta) < kLeastBeta);
         if (lane == 0) vectors.dead[thread >> 5] = dead;
       }
       mbar_wait(smem_addr(&s.r_empty), parity ^ 1);
@@ -214,12 +204,44 @@ __device__ __forceinline__ void out_produce(OutShared& s, const OutArgs& args, i
       fence_proxy_async();
       mbar_arrive(smem_addr(&s.grads_full));
 
+      // What may only be loaded when the v head in work is done lies in L2 by then.
+      const int64_t g = batch * args.g.batch_stride + token * args.g.token_stride + v_head * args.g.head_stride;
+      if (thread / 2 < rows) {
+        const int row = thread / 2, half = thread % 2 * (kHeadDim / 2);
+        if (j == 0) {
+          prefetch_l2(first_row(args.q, batch, token, head) + row * args.q.token_stride + half);
+          prefetch_l2(first_row(args.k, batch, token, head) + row * args.k.token_stride + half);
+        }
+        const uint8_t* p = static_cast<const uint8_t*>(args.g.data);
+        p += (g + row * args.g.token_stride + half) * (args.g_bf16 ? 2 : 4);
+        prefetch_l2(p);
+        if (!args.g_bf16) prefetch_l2(p + 128);
+      }
       mbar_wait(smem_addr(&s.grads_full), parity);
-      value_gradient(smem_addr(s.y), vectors.beta, args.dv + (int64_t(chunk.token) * v_heads + v_head) * kHeadDim,
-                     v_heads * kHeadDim, chunk.rows, thread);
+      value_gradient(smem_addr(s.y), vectors.beta, args.dv + first, v_heads * kHeadDim, rows, thread);
       warp_arrive(s.grads_empty, lane);
+      float norm = 0.f;
+      if (thread % kChunk < rows)
+        norm = (thread < kChunk ? args.rq : args.rk)[head * int64_t(args.plan.total) + chunk.token + thread % kChunk];
+      mbar_wait(smem_addr(&s.gate_empty), parity ^ 1);
+      if (args.g_bf16) {
+        load_tile(smem_addr(s.g), static_cast<const __nv_bfloat16*>(args.g.data) + g, args.g.token_stride, rows,
+                  thread);
+      } else {
+        load_wide_tile(smem_addr(s.g), static_cast<const float*>(args.g.data) + g, args.g.token_stride, rows, thread);
+      }
+      cp_async_commit();
       mbar_wait(smem_addr(&s.rows_empty), parity ^ 1);
-      load_head_rows(s, args, chunk, head, v_head, j == 0, thread);
+      if (j == 0) {
+        load_tile(smem_addr(s.q), first_row(args.q, batch, token, head), args.q.token_stride, rows, thread);
+        load_tile(smem_addr(s.k), first_row(args.k, batch, token, head), args.k.token_stride, rows, thread);
+      }
+      (thread < kChunk ? s.rq : s.rk)[thread % kChunk] = norm;
+      cp_async_commit();
+      cp_async_wait<1>();
+      mbar_arrive(smem_addr(&s.gate_full));
+      cp_async_wait<0>();
+      mbar_arrive(smem_addr(&s.rows_full));
     }
   }
 }
@@ -279,15 +301,24 @@ __device__ __forceinline__ void store_lower(uint32_t tile, float (&acc)[32], con
   }
 }
 
-// What the dbeta of dead rows needs, -acc_ij for j < i, at (j, i): above the diagonal, where nothing else is read.
-__device__ __forceinline__ void store_dead(uint32_t tile, const float (&acc)[32], const bool (&dead)[2],
-                                           const Lane& me) {
-  bar_sync(kDeltaBarrier, 128);  // the zeros of other warps' rows are there
-#pragma unroll
-  for (int n = 0; n < 32; ++n) {
-    const int i = me.row((n >> 1) & 1), j = acc_column(n, me.lane);
-    if (!dead[(n >> 1) & 1] || j >= i) continue;
-    st_shared_2(tile + pair_offset<kChunk>(j, i & ~1) + 2 * (i & 1), pack_bf16(-acc[n], 0.f));
+// What the dbeta of dead rows i needs, -Y_i . D_j for j < i, at (j, i): above the diagonal, where nothing else is read.
+__device__ __forceinline__ void store_dead(uint32_t tile, uint32_t y, uint32_t delta, const uint32_t (&dead)[2],
+                                           int thread) {
+  bar_sync(kDeltaBarrier, 128);  // the zeros of all warps' rows are there
+#pragma unroll 1
+  for (int i = 1; i < kChunk; ++i) {
+    if (!(dead[i >> 5] >> (i & 31) & 1)) continue;
+#pragma unroll 1
+    for (int j = thread; j < i; j += 128) {
+      float sum = 0.f;
+#pragma unroll 1
+      for (int c = 0; c < kHeadDim; c += 2) {
+        const uint32_t a = ld_shared_4(y + pair_offset<kChunk>(i, c)),
+                       d = ld_shared_4(delta + pair_offset<kChunk>(j, c));
+        sum = fmaf(bf16_hi(a), bf16_hi(d), fmaf(bf16_lo(a), bf16_lo(d), sum));
+      }
+      st_shared_2(tile + pair_offset<kChunk>(j, i & ~1) + 2 * (i & 1), pack_bf16(-sum, 0.f));
+    }
   }
 }
 
@@ -368,8 +399,6 @@ __device__ __forceinline__ void out_delta(OutShared& s, const OutArgs& args, int
       wgmma_commit();
       wgmma_wait<0>();
       pin(acc);
-      warp_arrive(s.grads_empty, me.lane);
-      warp_arrive(s.v_empty, me.lane);
       me = Lane(fresh(thread));
       const float factor[2] = {dead[0] ? 0.f : -beta[0], dead[1] ? 0.f : -beta[1]};
       store_lower<true>(dn, acc, factor, me);
@@ -378,7 +407,9 @@ __device__ __forceinline__ void out_delta(OutShared& s, const OutArgs& args, int
         const int i = me.row0 + me.lane;
         vectors.diagonal[i] = half_of(ld_shared_4(da + pair_offset<kChunk>(i, i & ~1)), i & 1);
       }
-      if (vectors.dead[0] | vectors.dead[1]) store_dead(dn, acc, dead, me);
+      if (vectors.dead[0] | vectors.dead[1]) store_dead(dn, smem_addr(s.y), delta, vectors.dead, me.thread);
+      warp_arrive(s.grads_empty, me.lane);
+      warp_arrive(s.v_empty, me.lane);
       mbar_arrive(smem_addr(&s.pairs_full[set]));
     }
   }
@@ -386,8 +417,43 @@ __device__ __forceinline__ void out_delta(OutShared& s, const OutArgs& args, int
 
 // ---- channels ------------------------------------------------------------------------------------------------------
 
+// The summed decays from the raw gate, each thread's own values in place.
+template <GateKind kKind>
+__device__ __forceinline__ void sum_decays(OutShared& s, const Gate& any, const float (&bias)[2], int rows,
+                                           const Strip& me) {
+  const Gate gate = any.of_kind<kKind>();
+  float before[2] = {0.f, 0.f};
+#pragma unroll 4
+  for (int o = 0; o < kOctets; ++o) {
+    float4& slot = s.decays[o][me.thread];
+    float b[4] = {slot.x, slot.y, slot.z, slot.w};
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      b[c] = log2_decay(b[c], bias[c >> 1], gate);
+      if (me.token(o) + (c & 1) >= rows) b[c] = 0.f;
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float sum = b[2 * h] + b[2 * h + 1];
+#pragma unroll
+      for (int d = 1; d < 4; d <<= 1) {
+        const float up = __shfl_up_sync(0xffffffffu, sum, d, 4);
+        if (me.t >= d) sum += up;
+      }
+      const float lower = __shfl_up_sync(0xffffffffu, sum, 1, 4);
+      b[2 * h] = before[h] + ((me.t > 0 ? lower : 0.f) + b[2 * h]);
+      b[2 * h + 1] = before[h] + sum;
+      before[h] += __shfl_sync(0xffffffffu, sum, 3, 4);
+    }
+    slot = make_float4(b[0], b[1], b[2], b[3]);
+  }
+  __syncwarp();
+}
+
 // Turns the raw gate in shared memory into the summed decays, in the same place.
 __device__ __forceinline__ void make_decays(OutShared& s, const OutArgs& args, int rows, int v_head, const Strip& me) {
+  const Gate gate(args.gate, v_head);
+  const float bias[2] = {args.gate.bias_of(v_head, me.channel(0)), args.gate.bias_of(v_head, me.channel(1))};
   float raw[32];
   if (args.g_bf16) {
 #pragma unroll
@@ -407,31 +473,11 @@ __device__ __forceinline__ void make_decays(OutShared& s, const OutArgs& args, i
 #pragma unroll
   for (int o = 0; o < kOctets; ++o)
     s.decays[o][me.thread] = make_float4(raw[4 * o], raw[4 * o + 1], raw[4 * o + 2], raw[4 * o + 3]);
-  const Gate gate(args.gate, v_head);
-  const float bias[2] = {args.gate.bias_of(v_head, me.channel(0)), args.gate.bias_of(v_head, me.channel(1))};
-  float before[2] = {0.f, 0.f};
-#pragma unroll 1
-  for (int o = 0; o < kOctets; ++o) {
-    float4& slot = s.decays[o][me.thread];
-    float b[4] = {slot.x, slot.y, slot.z, slot.w};
-#pragma unroll
-    for (int c = 0; c < 4; ++c) b[c] = me.token(o) + (c & 1) < rows ? log2_decay(b[c], bias[c >> 1], gate) : 0.f;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      float sum = b[2 * h] + b[2 * h + 1];
-#pragma unroll
-      for (int d = 1; d < 4; d <<= 1) {
-        const float up = __shfl_up_sync(0xffffffffu, sum, d, 4);
-        if (me.t >= d) sum += up;
-      }
-      const float lower = __shfl_up_sync(0xffffffffu, sum, 1, 4);
-      b[2 * h] = before[h] + ((me.t > 0 ? lower : 0.f) + b[2 * h]);
-      b[2 * h + 1] = before[h] + sum;
-      before[h] += __shfl_sync(0xffffffffu, sum, 3, 4);
-    }
-    slot = make_float4(b[0], b[1], b[2], b[3]);
+  switch (gate.kind) {
+    case GateKind::kNone: sum_decays<GateKind::kNone>(s, gate, bias, rows, me); break;
+    case GateKind::kStandard: sum_decays<GateKind::kStandard>(s, gate, bias, rows, me); break;
+    default: sum_decays<GateKind::kBounded>(s, gate, bias, rows, me);
   }
-  __syncwarp();
 }
 
 // dO S: the state's part of dq^, and the start of db.
@@ -545,33 +591,67 @@ __device__ __forceinline__ void state_dots(float (&dot)[2], uint32_t s, uint32_t
   dot[1] = __shfl_sync(0xffffffffu, row & 1 ? lower[3] : lower[2], row >> 1, 4);
 }
 
-// dg from db and what every token's decay gets besides (`edge`): the gradient of the log decays is the sum from each token
-// to the chunk's end, then comes the gate's backward. Goes through the decays' place, which nobody needs any more.
-__device__ __forceinline__ void store_gate(OutShared& s, const OutArgs& args, const float (&db)[32], float (&edge)[2],
-                                           const Chunk& chunk, int chunk_index, int v_head, const Strip& me) {
-  const int v_heads = args.heads * args.group;
-  __syncwarp();
+// An octet's raw gate from memory and its gradient to memory, at `p` the thread's first token and channel: index 2 h + e;
+// `rows` from that token on exist. The lanes of two neighbouring channels share bf16 words, one for each token.
+__device__ __forceinline__ void load_raw(float (&raw)[4], const float* p, int64_t row_stride, int rows,
+                                         const Strip& me) {
 #pragma unroll
-  for (int o = 0; o < kOctets; ++o)
-    s.decays[o][me.thread] = make_float4(db[4 * o], db[4 * o + 1], db[4 * o + 2], db[4 * o + 3]);
-  const Gate gate(args.gate, v_head);
-  const float bias[2] = {args.gate.bias_of(v_head, me.channel(0)), args.gate.bias_of(v_head, me.channel(1))};
-  const int64_t in = args.g_index(chunk.token, v_head) + me.channel(0);
-  const int64_t out = (int64_t(chunk.token) * v_heads + v_head) * kHeadDim + me.channel(0);
-  float a_log = 0.f, sum[2] = {0.f, 0.f};
-#pragma unroll 1
-  for (int o = kOctets - 1; o >= 0; --o) {
-    const int token = me.token(o);
-    float raw[4] = {};
-    if (gate.kind != GateKind::kNone) {
+  for (int c = 0; c < 4; ++c) raw[c] = (c & 1) < rows ? p[(c & 1) * row_stride + 8 * (c >> 1)] : 0.f;
+}
+
+__device__ __forceinline__ void load_raw(float (&raw)[4], const __nv_bfloat16* p, int64_t row_stride, int rows,
+                                         const Strip& me) {
+  const int odd = me.lane >> 2 & 1;
 #pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        const int64_t i = in + (token + (c & 1)) * args.g.token_stride + 8 * (c >> 1);
-        if (token + (c & 1) < chunk.rows)
-          raw[c] = args.g_bf16 ? __bfloat162float(static_cast<const __nv_bfloat16*>(args.g.data)[i])
-                               : static_cast<const float*>(args.g.data)[i];
-      }
-    }
+  for (int h = 0; h < 2; ++h) {
+    const uint32_t mine = odd < rows ? *reinterpret_cast<const uint32_t*>(p + odd * (row_stride - 1) + 8 * h) : 0u;
+    const uint32_t other = __shfl_xor_sync(0xffffffffu, mine, 4);
+    raw[2 * h] = odd ? bf16_hi(other) : bf16_lo(mine);
+    raw[2 * h + 1] = odd ? bf16_hi(mine) : bf16_lo(other);
+  }
+}
+
+__device__ __forceinline__ void store_raw(float* p, const float (&d)[4], int64_t row_stride, int rows,
+                                          const Strip& me) {
+#pragma unroll
+  for (int c = 0; c < 4; ++c)
+    if ((c & 1) < rows) p[(c & 1) * row_stride + 8 * (c >> 1)] = d[c];
+}
+
+__device__ __forceinline__ void store_raw(__nv_bfloat16* p, const float (&d)[4], int64_t row_stride, int rows,
+                                          const Strip& me) {
+  const int odd = me.lane >> 2 & 1;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const float other = __shfl_xor_sync(0xffffffffu, odd ? d[2 * h] : d[2 * h + 1], 4);
+    const uint32_t pair = odd ? pack_bf16(other, d[2 * h + 1]) : pack_bf16(d[2 * h], other);
+    if (odd < rows) *reinterpret_cast<uint32_t*>(p + odd * (row_stride - 1) + 8 * h) = pair;
+  }
+}
+
+// What dt_bias of the thread's two channels and A_log get.
+struct GateSums {
+  float bias[2] = {0.f, 0.f}, a_log = 0.f;
+};
+
+// dg from db, which lies in the decays' place: the gradient of the log decays is the sum from each token to the chunk's end,
+// then comes the gate's backward. `raw`, `out`: at the thread's first token and channel.
+template <GateKind kKind, typename T>
+__device__ __forceinline__ void gate_rows(GateSums& sums, const OutShared& s, const Gate& any, const float (&bias)[2],
+                                          const T* raw, int64_t raw_stride, T* out, int64_t out_stride, int rows,
+                                          const Strip& me) {
+  const Gate gate = any.of_kind<kKind>();
+  float after[2] = {0.f, 0.f}, next[4] = {};
+  raw += 8 * (kOctets - 1) * raw_stride, out += 8 * (kOctets - 1) * out_stride;
+  rows -= me.token(kOctets - 1);
+  if (kKind != GateKind::kNone) load_raw(next, raw, raw_stride, rows, me);
+#pragma unroll 4
+  for (int o = kOctets - 1; o >= 0; --o, out -= 8 * out_stride, rows += 8) {
+    float x[4];
+#pragma unroll
+    for (int c = 0; c < 4; ++c) x[c] = next[c];
+    raw -= 8 * raw_stride;
+    if (kKind != GateKind::kNone && o > 0) load_raw(next, raw, raw_stride, rows + 8, me);
     const float4 slot = s.decays[o][me.thread];
     float d[4] = {slot.x, slot.y, slot.z, slot.w};
 #pragma unroll
@@ -583,32 +663,52 @@ __device__ __forceinline__ void store_gate(OutShared& s, const OutArgs& args, co
         if (me.t + n < 4) later += down;
       }
       const float higher = __shfl_down_sync(0xffffffffu, later, 1, 4);
-      d[2 * h + 1] = edge[h] + ((me.t < 3 ? higher : 0.f) + d[2 * h + 1]);
-      d[2 * h] = edge[h] + later;
-      edge[h] += __shfl_sync(0xffffffffu, later, 0, 4);
+      d[2 * h + 1] = after[h] + ((me.t < 3 ? higher : 0.f) + d[2 * h + 1]);
+      d[2 * h] = after[h] + later;
+      after[h] += __shfl_sync(0xffffffffu, later, 0, 4);
     }
+    if (kKind != GateKind::kNone) {
 #pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      if (token + (c & 1) >= chunk.rows) continue;
-      if (gate.kind != GateKind::kNone) {
-        const GateGradient x = gate_backward(raw[c], bias[c >> 1], d[c], gate);
-        d[c] = x.raw;
-        sum[c >> 1] += x.raw, a_log += x.a_log;
+      for (int c = 0; c < 4; ++c) {
+        const GateGradient grad = gate_backward(x[c], bias[c >> 1], (c & 1) < rows ? d[c] : 0.f, gate);
+        d[c] = grad.raw;
+        sums.bias[c >> 1] += grad.raw, sums.a_log += grad.a_log;
       }
-      const int64_t i = out + int64_t(token + (c & 1)) * v_heads * kHeadDim + 8 * (c >> 1);
-      if (args.g_bf16) static_cast<__nv_bfloat16*>(args.dg)[i] = __float2bfloat16(d[c]);
-      else static_cast<float*>(args.dg)[i] = d[c];
     }
+    store_raw(out, d, out_stride, rows, me);
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ void store_gate(OutShared& s, const OutArgs& args, const Chunk& chunk, int chunk_index,
+                                           int v_head, const Strip& me) {
+  const int v_heads = args.heads * args.group;
+  const Gate gate(args.gate, v_head);
+  const float bias[2] = {args.gate.bias_of(v_head, me.channel(0)), args.gate.bias_of(v_head, me.channel(1))};
+  const int64_t raw_stride = args.g.token_stride, out_stride = int64_t(v_heads) * kHeadDim;
+  const T* raw =
+      static_cast<const T*>(args.g.data) + args.g_index(chunk.token, v_head) + me.token(0) * raw_stride + me.channel(0);
+  T* out = static_cast<T*>(args.dg) + chunk.token * out_stride + v_head * kHeadDim + me.token(0) * out_stride +
+           me.channel(0);
+  GateSums sums;
+  switch (gate.kind) {
+    case GateKind::kNone:
+      gate_rows<GateKind::kNone>(sums, s, gate, bias, raw, raw_stride, out, out_stride, chunk.rows, me);
+      break;
+    case GateKind::kStandard:
+      gate_rows<GateKind::kStandard>(sums, s, gate, bias, raw, raw_stride, out, out_stride, chunk.rows, me);
+      break;
+    default: gate_rows<GateKind::kBounded>(sums, s, gate, bias, raw, raw_stride, out, out_stride, chunk.rows, me);
   }
   if (args.partials == nullptr) return;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    sum[h] = row_sum(sum[h]);
-    if (me.t == 0) args.partials[(int64_t(chunk_index) * v_heads + v_head) * kPartial + 1 + me.channel(h)] = sum[h];
+    const float sum = row_sum(sums.bias[h]);
+    if (me.t == 0) args.partials[(int64_t(chunk_index) * v_heads + v_head) * kPartial + 1 + me.channel(h)] = sum;
   }
 #pragma unroll
-  for (int d = 16; d >= 1; d >>= 1) a_log += __shfl_xor_sync(0xffffffffu, a_log, d);
-  if (me.lane == 0) s.a_log[me.thread >> 5] = a_log;
+  for (int d = 16; d >= 1; d >>= 1) sums.a_log += __shfl_xor_sync(0xffffffffu, sums.a_log, d);
+  if (me.lane == 0) s.a_log[me.thread >> 5] = sums.a_log;
 }
 
 // Sums of x over the warp's channels, by token: each exchange halves what a lane has left.
@@ -658,10 +758,10 @@ __device__ __forceinline__ void store_channels(uint32_t tile, const float (&acc)
     load_block(x, tile, block, me);
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
-      const int octet = 2 * block + (w >> 1), i = 4 * octet + 2 * (w & 1);
+      const int i = 8 * block + 2 * w, token = me.token(2 * block + (w >> 1));
       float d[2] = {acc[i], acc[i + 1]};
       if (l2norm) {
-        const float2 r = pair_at(norm, me.token(octet)), t = pair_at(dot, me.token(octet));
+        const float2 r = pair_at(norm, token), t = pair_at(dot, token);
         d[0] = r.x * (d[0] - r.x * bf16_lo(x[w]) * t.x), d[1] = r.y * (d[1] - r.y * bf16_hi(x[w]) * t.y);
       }
       x[w] = pack_bf16(d[0], d[1]);
@@ -669,12 +769,13 @@ __device__ __forceinline__ void store_channels(uint32_t tile, const float (&acc)
     stmatrix_trans(frag_address_trans<kChunk>(tile, me.channel0, block, me.lane), x);
   }
   __syncwarp();
+  const int row = me.lane >> 1, group = me.channel0 / 8 + (me.lane & 1);
+  out += int64_t(row) * row_stride + group * 8;
+  tile += group_offset<kChunk>(row, group);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const int row = 16 * i + (me.lane >> 1), group = me.channel0 / 8 + (me.lane & 1);
-    if (row < rows)
-      *reinterpret_cast<uint4*>(out + int64_t(row) * row_stride + group * 8) =
-          ld_shared_16(tile + group_offset<kChunk>(row, group));
+    const uint4 x = ld_shared_16(tile + 16 * i * kPanelRowBytes);
+    if (row + 16 * i < rows) *reinterpret_cast<uint4*>(out + int64_t(16 * i) * row_stride) = x;
   }
 }
 
@@ -741,15 +842,16 @@ __device__ __forceinline__ void out_channels(OutShared& s, const OutArgs& args, 
       Strip me(fresh(thread));
       const Tree tree{smem_addr(s.q), smem_addr(s.k), smem_addr(s.pairs[set].da), smem_addr(s.pairs[set].dn),
                       s.rq,           s.rk,           vectors.diagonal,           &s.decays};
-      // All waits come first: what follows is one basic block, whose sums the compiler won't leave half made for later.
+      mbar_wait(smem_addr(&s.gate_full), parity);
+      make_decays(s, args, args.plan.chunk(work / args.heads).rows, work % args.heads * args.group + j, me);
+
+      // All waits come here: what follows is one basic block, whose sums the compiler won't leave half made for later.
       mbar_wait(smem_addr(&s.s_full), parity);
       mbar_wait(smem_addr(&s.grads_full), parity);
       mbar_wait(smem_addr(&s.r_full), parity);
       mbar_wait(smem_addr(&s.delta_full), parity);
       mbar_wait(smem_addr(&s.pairs_full[set]), set_parity);
       mbar_wait(smem_addr(&s.rows_full), parity);
-      make_decays(s, args, args.plan.chunk(work / args.heads).rows, work % args.heads * args.group + j, me);
-
       float edge[2];
       {
         const uint32_t panel = (me.channel0 >> 6) * (kHeadDim * kPanelRowBytes);  // the warpgroup's channels in S and R
@@ -786,7 +888,8 @@ __device__ __forceinline__ void out_channels(OutShared& s, const OutArgs& args, 
         for (int h = 0; h < 2; ++h) edge[h] = fmaf(ex2(part_of(b, h)), dots[h], row_sum(edge[h]));
       }
 
-      tree_gradients(sums, tree, fresh(thread));
+      me = Strip(fresh(thread));
+      tree_gradients(sums, tree, me);
       me = Strip(fresh(thread));
       if (vectors.dead[0] | vectors.dead[1]) dead_rows(s, vectors, tree, me);
       fence_proxy_async();
@@ -797,13 +900,24 @@ __device__ __forceinline__ void out_channels(OutShared& s, const OutArgs& args, 
       const int v_head = head * args.group + j;
       const bool last = j + 1 == args.group;
       const Chunk chunk = args.plan.chunk(chunk_index);
-      store_gate(s, args, sums.b, edge, chunk, chunk_index, v_head, me);
+      // What every token's decay gets is the last token's own, over which all of them sum.
+      if (me.t == 3) sums.b[4 * kOctets - 3] += edge[0], sums.b[4 * kOctets - 1] += edge[1];
+      __syncwarp();
+#pragma unroll
+      for (int o = 0; o < kOctets; ++o)
+        s.decays[o][me.thread] = make_float4(sums.b[4 * o], sums.b[4 * o + 1], sums.b[4 * o + 2], sums.b[4 * o + 3]);
+      if (args.g_bf16) store_gate<__nv_bfloat16>(s, args, chunk, chunk_index, v_head, me);
+      else store_gate<float>(s, args, chunk, chunk_index, v_head, me);
+      warp_arrive(s.gate_empty, me.lane);
       if (last && args.l2norm) {
-        float dots[16];
-        unit_dots(dots, sums.q, smem_addr(s.q), s.rq, me);
-        store_token_sums(s.q_dots[warp], dots, me);
-        unit_dots(dots, sums.k, smem_addr(s.k), s.rk, me);
-        store_token_sums(s.k_dots[warp], dots, me);
+#pragma unroll 1
+        for (int i = 0; i < 2; ++i) {
+          float x[32], dots[16];
+#pragma unroll
+          for (int n = 0; n < 32; ++n) x[n] = i ? sums.k[n] : sums.q[n];
+          unit_dots(dots, x, smem_addr(i ? s.k : s.q), i ? s.rk : s.rq, me);
+          store_token_sums(i ? s.k_dots[warp] : s.q_dots[warp], dots, me);
+        }
       }
       bar_sync(kChannelBarrier, 256);
       finish_sums(s, args, vectors, chunk, chunk_index, v_head, me.thread);
@@ -811,10 +925,14 @@ __device__ __forceinline__ void out_channels(OutShared& s, const OutArgs& args, 
         bar_sync(kChannelBarrier, 256);
         me = Strip(fresh(thread));
         const int64_t row = (int64_t(chunk.token) * args.heads + head) * kHeadDim;
-        store_channels(smem_addr(s.q), sums.q, s.rq, s.q_dot, args.l2norm, args.dq + row, args.heads * kHeadDim,
-                       chunk.rows, me);
-        store_channels(smem_addr(s.k), sums.k, s.rk, s.k_dot, args.l2norm, args.dk + row, args.heads * kHeadDim,
-                       chunk.rows, me);
+#pragma unroll 1
+        for (int i = 0; i < 2; ++i) {
+          float x[32];
+#pragma unroll
+          for (int n = 0; n < 32; ++n) x[n] = i ? sums.k[n] : sums.q[n];
+          store_channels(smem_addr(i ? s.k : s.q), x, i ? s.rk : s.rq, i ? s.k_dot : s.q_dot, args.l2norm,
+                         (i ? args.dk : args.dq) + row, args.heads * kHeadDim, chunk.rows, me);
+        }
       }
       warp_arrive(s.rows_empty, me.lane);
     }
@@ -839,6 +957,8 @@ static __global__ void __launch_bounds__(kOutThreads, 1) out_kernel(const __grid
     mbar_init(smem_addr(&s.v_empty), 12 * kWarpArrivals);
     mbar_init(smem_addr(&s.grads_full), 128);
     mbar_init(smem_addr(&s.grads_empty), 16 * kWarpArrivals);  // all warps
+    mbar_init(smem_addr(&s.gate_full), 128);
+    mbar_init(smem_addr(&s.gate_empty), 8 * kWarpArrivals);
     mbar_init(smem_addr(&s.rows_full), 128);
     mbar_init(smem_addr(&s.rows_empty), 8 * kWarpArrivals);
     mbar_init(smem_addr(&s.delta_full), 128);

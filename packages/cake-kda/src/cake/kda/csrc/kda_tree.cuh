@@ -4,8 +4,9 @@
 //
 // Every pair i > j meets once in a binary tree over the chunk's rows: at the node that has i in its right half and j in its
 // left one. With r = b of the left half's last row both 2^(b_i - r) and 2^(r - b_j) are at most 1 and neither is smaller
-// than their product, so no gate overflows and nothing underflows that isn't 0 anyway; no choice depends on values.
-// A node is a product of bf16 operands, and the gradient of b takes the same rounded operands: the two sides of a pair
+// than their product, so no gate overflows and nothing underflows that isn't 0 anyway. Where a block of 16 rows falls by
+// little, as all but the strongest gates do, it is one product with r in its middle: the factors stay within 2^60, and within
+// 1 in pairs. A node is a product of bf16 operands, and the gradient of b takes the same rounded operands: the two sides of a pair
 // cancel in it to fp32.
 //
 // A warp works on 16 channels of all tokens, transposed: rows of an accumulator are channels, columns are tokens, so that
@@ -24,6 +25,35 @@ constexpr int kStripThreads = 256;  // 8 warps of 16 channels
 struct Sums {
   float q[32], k[32], b[32];
 };
+
+// The same of one block of 16 tokens, octets p of it: index 4 p + 2 h + e.
+struct BlockSums {
+  float q[8] = {}, k[8] = {}, b[8] = {};
+};
+
+// Loops over blocks are loops: unrolled, the kernel's code would be more than an SM's instruction cache holds. What belongs to
+// a block is therefore chosen from the registers by the loop's counter.
+__device__ __forceinline__ void add(float (&sums)[32], const float (&part)[8], int block) {
+#pragma unroll
+  for (int s = 0; s < 4; ++s) {
+    if (s != block) continue;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sums[8 * s + i] += part[i];
+  }
+}
+
+__device__ __forceinline__ void add(Sums& sums, const BlockSums& part, int block) {
+  add(sums.q, part.q, block), add(sums.k, part.k, block), add(sums.b, part.b, block);
+}
+
+__device__ __forceinline__ void take(float (&part)[8], const float (&all)[32], int block) {
+#pragma unroll
+  for (int s = 0; s < 4; ++s) {
+    if (s != block) continue;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) part[i] = all[8 * s + i];
+  }
+}
 
 // b of all tokens, each thread's own: index 2 h + e.
 using Decays = float4[kOctets][kStripThreads];
@@ -81,13 +111,14 @@ __device__ __forceinline__ void left_operand(uint32_t (&kl)[4], const uint32_t (
 
 // What the right half's rows get from the node's products, to_q = dA kl and to_x = dN kl of the left half. Makes the
 // operands q^ 2^(b - r) and k^ 2^(b - r).
-__device__ __forceinline__ void right_octet(Sums& sums, uint32_t (&ql)[4], uint32_t (&kl)[4], const float (&to_q)[4],
-                                            const float (&to_x)[4], const uint32_t (&q)[4], const uint32_t (&k)[4],
-                                            int block, int p, float2 r, const Tree& tree, const Strip& me) {
-  const int octet = 2 * block + p;
+__device__ __forceinline__ void right_octet(BlockSums& sums, uint32_t (&ql)[4], uint32_t (&kl)[4],
+                                            const float (&to_q)[4], const float (&to_x)[4], const uint32_t (&q)[4],
+                                            const uint32_t (&k)[4], int block, int p, float2 r, const Tree& tree,
+                                            const Strip& me) {
   float b[4];
-  load_decays(b, tree, octet, me);
-  const float2 rq = pair_at(tree.rq, me.token(octet)), rk = pair_at(tree.rk, me.token(octet));
+  load_decays(b, tree, 2 * block + p, me);
+  const int token = me.token(2 * block + p);
+  const float2 rq = pair_at(tree.rq, token), rk = pair_at(tree.rk, token);
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int w = 2 * p + h;
@@ -96,7 +127,7 @@ __device__ __forceinline__ void right_octet(Sums& sums, uint32_t (&ql)[4], uint3
     kl[w] = pack_bf16(bf16_lo(k[w]) * rk.x * f[0], bf16_hi(k[w]) * rk.y * f[1]);
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      const int c = 2 * h + e, i = 4 * octet + c;
+      const int c = 2 * h + e, i = 4 * p + c;
       sums.q[i] = fmaf(f[e], to_q[c], sums.q[i]);
       sums.k[i] = fmaf(f[e], to_x[c], sums.k[i]);
       sums.b[i] = fmaf(half_of(ql[w], e), to_q[c], sums.b[i]);
@@ -106,137 +137,158 @@ __device__ __forceinline__ void right_octet(Sums& sums, uint32_t (&ql)[4], uint3
 }
 
 // What the left half's rows get, to_k = dA^T ql + dN^T kl of the right half; `kl` is their own operand.
-__device__ __forceinline__ void left_octet(Sums& sums, const uint32_t (&kl)[4], const float (&to_k)[4], int block,
+__device__ __forceinline__ void left_octet(BlockSums& sums, const uint32_t (&kl)[4], const float (&to_k)[4], int block,
                                            int p, float2 r, const Tree& tree, const Strip& me) {
   float b[4];
   load_decays(b, tree, 2 * block + p, me);
 #pragma unroll
   for (int c = 0; c < 4; ++c) {
-    const int i = 4 * (2 * block + p) + c;
+    const int i = 4 * p + c;
     sums.k[i] = fmaf(ex2(part_of(r, c >> 1) - b[c]), to_k[c], sums.k[i]);
     sums.b[i] = fmaf(-half_of(kl[2 * p + (c >> 1)], c & 1), to_k[c], sums.b[i]);
   }
 }
 
-// Between phases nothing but the sums is worth a register: addresses are computed afresh, and the barrier keeps the compiler
-// from loading a phase's values during the one before.
-__device__ __forceinline__ Strip tree_phase(int thread) {
-  __syncwarp();
-  return Strip(thread);
+// ---- nodes of 32 and 64 rows ---------------------------------------------------------------------------------------
+
+// Blocks `left` and `right` of a node's halves; r: b of the left half's last row.
+__device__ __forceinline__ void block_pair(Sums& sums, const Tree& tree, int left, int right, float2 r,
+                                           const Strip& me) {
+  uint32_t q[4], k[4], left_kl[4], ql[4], kl[4], f[4];
+  load_block(k, tree.k, left, me);
+#pragma unroll
+  for (int p = 0; p < 2; ++p) left_operand(left_kl, k, left, p, r, tree, me);
+  float to_q[2][4] = {}, to_x[2][4] = {};
+  const uint32_t da = frag_address<kChunk>(tree.da, 16 * right, left, me.lane);
+  const uint32_t dn = frag_address<kChunk>(tree.dn, 16 * right, left, me.lane);
+  ldmatrix(f, da);
+  mma_bf16(to_q[0], left_kl, f[0], f[2]);
+  mma_bf16(to_q[1], left_kl, f[1], f[3]);
+  ldmatrix(f, dn);
+  mma_bf16(to_x[0], left_kl, f[0], f[2]);
+  mma_bf16(to_x[1], left_kl, f[1], f[3]);
+  load_block(q, tree.q, right, me);
+  load_block(k, tree.k, right, me);
+  {
+    BlockSums part;
+#pragma unroll
+    for (int p = 0; p < 2; ++p) right_octet(part, ql, kl, to_q[p], to_x[p], q, k, right, p, r, tree, me);
+    add(sums, part, right);
+  }
+  float to_k[2][4] = {};
+  ldmatrix_trans(f, da);
+  mma_bf16(to_k[0], ql, f[0], f[1]);
+  mma_bf16(to_k[1], ql, f[2], f[3]);
+  ldmatrix_trans(f, dn);
+  mma_bf16(to_k[0], kl, f[0], f[1]);
+  mma_bf16(to_k[1], kl, f[2], f[3]);
+  BlockSums part;
+#pragma unroll
+  for (int p = 0; p < 2; ++p) left_octet(part, left_kl, to_k[p], left, p, r, tree, me);
+  add(sums.k, part.k, left), add(sums.b, part.b, left);
 }
 
-// ---- nodes of 64 and 32 rows ---------------------------------------------------------------------------------------
-
-// A node whose halves are kBlocks blocks of 16 rows each, from block `first` on.
-template <int kBlocks>
-__device__ __forceinline__ void wide_node(Sums& sums, const Tree& tree, int first, int thread) {
-  Strip me = tree_phase(thread);
-  const float2 r = border(tree, 2 * (first + kBlocks) - 1, me);
-  uint32_t left[kBlocks][4], ql[kBlocks][4], kl[kBlocks][4];
+// The node of the whole chunk: as block_pair for its four pairs, with every operand made once.
+__device__ __forceinline__ void chunk_node(Sums& sums, const Tree& tree, const Strip& me) {
+  const float2 r = border(tree, 3, me);
+  uint32_t left_kl[2][4];
 #pragma unroll
-  for (int l = 0; l < kBlocks; ++l) {
+  for (int l = 0; l < 2; ++l) {
     uint32_t k[4];
-    load_block(k, tree.k, first + l, me);
+    load_block(k, tree.k, l, me);
 #pragma unroll
-    for (int p = 0; p < 2; ++p) left_operand(left[l], k, first + l, p, r, tree, me);
+    for (int p = 0; p < 2; ++p) left_operand(left_kl[l], k, l, p, r, tree, me);
   }
-#pragma unroll
-  for (int i = 0; i < kBlocks; ++i) {
-    const int block = first + kBlocks + i;
-    me = tree_phase(thread);
-    uint32_t q[4], k[4];
-    load_block(q, tree.q, block, me);
-    load_block(k, tree.k, block, me);
+  float to_k[2][2][4] = {};
+#pragma unroll 1
+  for (int right = 2; right < 4; ++right) {
+    uint32_t q[4], k[4], ql[4], kl[4], f[4];
+    load_block(q, tree.q, right, me);
+    load_block(k, tree.k, right, me);
+    BlockSums part;
 #pragma unroll
     for (int p = 0; p < 2; ++p) {
       float to_q[4] = {}, to_x[4] = {};
 #pragma unroll
-      for (int l = 0; l < kBlocks; ++l) {
-        uint32_t f[4];
-        ldmatrix(f, frag_address<kChunk>(tree.da, 16 * block, first + l, me.lane));
-        mma_bf16(to_q, left[l], f[p], f[2 + p]);
-        ldmatrix(f, frag_address<kChunk>(tree.dn, 16 * block, first + l, me.lane));
-        mma_bf16(to_x, left[l], f[p], f[2 + p]);
+      for (int l = 0; l < 2; ++l) {
+        ldmatrix(f, frag_address<kChunk>(tree.da, 16 * right, l, me.lane));
+        mma_bf16(to_q, left_kl[l], f[p], f[2 + p]);
+        ldmatrix(f, frag_address<kChunk>(tree.dn, 16 * right, l, me.lane));
+        mma_bf16(to_x, left_kl[l], f[p], f[2 + p]);
       }
-      right_octet(sums, ql[i], kl[i], to_q, to_x, q, k, block, p, r, tree, me);
+      right_octet(part, ql, kl, to_q, to_x, q, k, right, p, r, tree, me);
+    }
+    add(sums, part, right);
+#pragma unroll
+    for (int l = 0; l < 2; ++l) {
+      ldmatrix_trans(f, frag_address<kChunk>(tree.da, 16 * right, l, me.lane));
+      mma_bf16(to_k[l][0], ql, f[0], f[1]);
+      mma_bf16(to_k[l][1], ql, f[2], f[3]);
+      ldmatrix_trans(f, frag_address<kChunk>(tree.dn, 16 * right, l, me.lane));
+      mma_bf16(to_k[l][0], kl, f[0], f[1]);
+      mma_bf16(to_k[l][1], kl, f[2], f[3]);
     }
   }
 #pragma unroll
-  for (int l = 0; l < kBlocks; ++l) {
-    me = tree_phase(thread);
+  for (int l = 0; l < 2; ++l) {
+    BlockSums part;
 #pragma unroll
-    for (int p = 0; p < 2; ++p) {
-      float to_k[4] = {};
-#pragma unroll
-      for (int i = 0; i < kBlocks; ++i) {
-        const int row0 = 16 * (first + kBlocks + i);
-        uint32_t f[4];
-        ldmatrix_trans(f, frag_address<kChunk>(tree.da, row0, first + l, me.lane));
-        mma_bf16(to_k, ql[i], f[2 * p], f[2 * p + 1]);
-        ldmatrix_trans(f, frag_address<kChunk>(tree.dn, row0, first + l, me.lane));
-        mma_bf16(to_k, kl[i], f[2 * p], f[2 * p + 1]);
-      }
-      left_octet(sums, left[l], to_k, first + l, p, r, tree, me);
-    }
+    for (int p = 0; p < 2; ++p) left_octet(part, left_kl[l], to_k[l][p], l, p, r, tree, me);
+    add(sums.k, part.k, l), add(sums.b, part.b, l);
   }
 }
 
 // ---- nodes within a block of 16 rows ---------------------------------------------------------------------------------
 
-// Words of an 8 x 8 block that a node of 2 kWidth rows has: as it stands (column of the thread's word in the left half, row
-// in the right one) and transposed.
-template <int kWidth>
-struct NodeMask {
+// Words of an 8 x 8 block that the nodes of 2 `width` rows have: as it stands (column of the thread's word in the left half,
+// row in the right one) and transposed; and which of the thread's two tokens are in right halves.
+struct NarrowLevel {
   uint32_t plain, transposed;
+  bool right[2];
 
-  __device__ __forceinline__ explicit NodeMask(const Strip& me) {
-    const int n = me.lane >> 2;  // the row, or transposed the column; t numbers the pairs of the other
-    if (kWidth == 4) {
-      plain = n >= 4 && me.t < 2 ? ~0u : 0u;
-      transposed = n < 4 && me.t >= 2 ? ~0u : 0u;
-    } else if (kWidth == 2) {
-      const bool same = n >> 2 == me.t >> 1;
-      plain = same && (n & 2) && !(me.t & 1) ? ~0u : 0u;
-      transposed = same && !(n & 2) && (me.t & 1) ? ~0u : 0u;
-    } else {
+  __device__ __forceinline__ NarrowLevel(int width, const Strip& me) {
+    const int n = me.lane >> 2;  // the row, or transposed the column
+    if (width == 1) {
       const bool same = n >> 1 == me.t;
       plain = same && (n & 1) ? 0xffffu : 0u;
       transposed = same && !(n & 1) ? 0xffff0000u : 0u;
+      right[0] = false, right[1] = true;
+    } else {
+      const int half = width >> 1;  // pairs of tokens
+      const bool same = n / (2 * width) == me.t / width;
+      plain = same && (n & width) && !(me.t & half) ? ~0u : 0u;
+      transposed = same && !(n & width) && (me.t & half) ? ~0u : 0u;
+      right[0] = right[1] = me.t & half;
     }
   }
 };
 
-// The nodes of 2 kWidth rows, 8 at most, of an octet. da, dn: its 8 x 8 block on the diagonal, da_t, dn_t transposed.
-template <int kWidth>
-__device__ __forceinline__ void narrow_nodes(Sums& sums, uint32_t da, uint32_t da_t, uint32_t dn, uint32_t dn_t,
-                                             const float (&b)[4], const uint32_t (&q)[4], const uint32_t (&k)[4],
-                                             int octet, int p, const Tree& tree, const Strip& me) {
-  const NodeMask<kWidth> mask(me);
-  const float2 rq = pair_at(tree.rq, me.token(octet)), rk = pair_at(tree.rk, me.token(octet));
+// A level's nodes in octet p of a block. da, dn: its 8 x 8 block on the diagonal, da_t, dn_t transposed.
+__device__ __forceinline__ void narrow_nodes(BlockSums& sums, int width, const NarrowLevel& level, uint32_t da,
+                                             uint32_t da_t, uint32_t dn, uint32_t dn_t, const float (&b)[4],
+                                             const uint32_t (&q)[4], const uint32_t (&k)[4], float2 rq, float2 rk,
+                                             int p, const Strip& me) {
   float f[4];
   uint32_t ql[2], kl[2];
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    if (kWidth == 1) {
-      f[2 * h] = 1.f, f[2 * h + 1] = ex2(b[2 * h + 1] - b[2 * h]);
-    } else {
-      const float r = __shfl_sync(0xffffffffu, b[2 * h + 1], kWidth == 4 ? (me.lane & ~3) | 1 : me.lane & ~1);
-#pragma unroll
-      for (int e = 0; e < 2; ++e) f[2 * h + e] = ex2(-fabsf(b[2 * h + e] - r));
-    }
+    // The left half's last token: its pair's second one, but for a pair that is a node itself.
+    const float odd = __shfl_sync(0xffffffffu, b[2 * h + 1], width == 4 ? (me.lane & ~3) | 1 : me.lane & ~1);
+    const float r = width == 1 ? b[2 * h] : odd;
+    f[2 * h] = ex2(-fabsf(b[2 * h] - r)), f[2 * h + 1] = ex2(-fabsf(b[2 * h + 1] - r));
     const int w = 2 * p + h;
     kl[h] = pack_bf16(bf16_lo(k[w]) * rk.x * f[2 * h], bf16_hi(k[w]) * rk.y * f[2 * h + 1]);
     ql[h] = pack_bf16(bf16_lo(q[w]) * rq.x * f[2 * h], bf16_hi(q[w]) * rq.y * f[2 * h + 1]);
   }
   // Rows of right halves get to_q and to_x, those of left ones the two parts of to_k.
   float with_a[4] = {}, with_n[4] = {};
-  mma_bf16(with_a, kl, da & mask.plain);
-  mma_bf16(with_a, ql, da_t & mask.transposed);
-  mma_bf16(with_n, kl, (dn & mask.plain) | (dn_t & mask.transposed));
+  mma_bf16(with_a, kl, da & level.plain);
+  mma_bf16(with_a, ql, da_t & level.transposed);
+  mma_bf16(with_n, kl, (dn & level.plain) | (dn_t & level.transposed));
 #pragma unroll
   for (int c = 0; c < 4; ++c) {
-    const int e = c & 1, i = 4 * octet + c;
-    const bool right = kWidth == 4 ? me.t >= 2 : kWidth == 2 ? me.t & 1 : e == 1;
+    const int e = c & 1, i = 4 * p + c;
+    const bool right = level.right[e];
     const float to_q = right ? with_a[c] : 0.f, to_k = right ? with_n[c] : with_a[c] + with_n[c];
     const float operand = half_of(kl[c >> 1], e);
     sums.q[i] = fmaf(f[c], to_q, sums.q[i]);
@@ -247,64 +299,135 @@ __device__ __forceinline__ void narrow_nodes(Sums& sums, uint32_t da, uint32_t d
 }
 
 // The diagonal and all nodes within a block. Words of the 16 x 16 block: rows + 8 (1), columns + 8 (2).
-__device__ __forceinline__ void block_nodes(Sums& sums, const Tree& tree, int block, int thread) {
-  Strip me = tree_phase(thread);
-  uint32_t q[4], k[4], x[4];
+__device__ __forceinline__ void block_nodes(Sums& sums, const Tree& tree, int block, const Strip& me) {
+  BlockSums part;
+  uint32_t q[4], k[4], da[4], dn[4], da_t[4], dn_t[4];
   load_block(q, tree.q, block, me);
   load_block(k, tree.k, block, me);
+  ldmatrix(da, frag_address<kChunk>(tree.da, 16 * block, block, me.lane));
+  ldmatrix(dn, frag_address<kChunk>(tree.dn, 16 * block, block, me.lane));
+  ldmatrix_trans(da_t, frag_address<kChunk>(tree.da, 16 * block, block, me.lane));
+  ldmatrix_trans(dn_t, frag_address<kChunk>(tree.dn, 16 * block, block, me.lane));
   {
     const float2 r = border(tree, 2 * block, me);
     uint32_t left[4], ql[4], kl[4];
     float to_q[4] = {}, to_x[4] = {}, to_k[4] = {};
     left_operand(left, k, block, 0, r, tree, me);
     const uint32_t operand[2] = {left[0], left[1]};
-    ldmatrix(x, frag_address<kChunk>(tree.da, 16 * block, block, me.lane));
-    mma_bf16(to_q, operand, x[1]);
-    ldmatrix(x, frag_address<kChunk>(tree.dn, 16 * block, block, me.lane));
-    mma_bf16(to_x, operand, x[1]);
-    right_octet(sums, ql, kl, to_q, to_x, q, k, block, 1, r, tree, me);
+    mma_bf16(to_q, operand, da[1]);
+    mma_bf16(to_x, operand, dn[1]);
+    right_octet(part, ql, kl, to_q, to_x, q, k, block, 1, r, tree, me);
     const uint32_t queries[2] = {ql[2], ql[3]}, keys[2] = {kl[2], kl[3]};
-    ldmatrix_trans(x, frag_address<kChunk>(tree.da, 16 * block, block, me.lane));
-    mma_bf16(to_k, queries, x[1]);
-    ldmatrix_trans(x, frag_address<kChunk>(tree.dn, 16 * block, block, me.lane));
-    mma_bf16(to_k, keys, x[1]);
-    left_octet(sums, left, to_k, block, 0, r, tree, me);
+    mma_bf16(to_k, queries, da_t[1]);
+    mma_bf16(to_k, keys, dn_t[1]);
+    left_octet(part, left, to_k, block, 0, r, tree, me);
   }
+  float b[2][4];
+  float2 rq[2], rk[2];
 #pragma unroll
   for (int p = 0; p < 2; ++p) {
-    const int octet = 2 * block + p;
-    me = tree_phase(thread);
-    ldmatrix(x, frag_address<kChunk>(tree.da, 16 * block, block, me.lane));
-    const uint32_t da = x[3 * p];
-    ldmatrix(x, frag_address<kChunk>(tree.dn, 16 * block, block, me.lane));
-    const uint32_t dn = x[3 * p];
-    ldmatrix_trans(x, frag_address<kChunk>(tree.da, 16 * block, block, me.lane));
-    const uint32_t da_t = x[3 * p];
-    ldmatrix_trans(x, frag_address<kChunk>(tree.dn, 16 * block, block, me.lane));
-    const uint32_t dn_t = x[3 * p];
-    float b[4];
-    load_decays(b, tree, octet, me);
-    narrow_nodes<4>(sums, da, da_t, dn, dn_t, b, q, k, octet, p, tree, me);
-    narrow_nodes<2>(sums, da, da_t, dn, dn_t, b, q, k, octet, p, tree, me);
-    narrow_nodes<1>(sums, da, da_t, dn, dn_t, b, q, k, octet, p, tree, me);
-    const float2 rq = pair_at(tree.rq, me.token(octet)), rk = pair_at(tree.rk, me.token(octet)),
-                 diagonal = pair_at(tree.diagonal, me.token(octet));
+    const int token = me.token(2 * block + p);
+    load_decays(b[p], tree, 2 * block + p, me);
+    rq[p] = pair_at(tree.rq, token), rk[p] = pair_at(tree.rk, token);
+    const float2 diagonal = pair_at(tree.diagonal, token);
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
-      const int e = c & 1, i = 4 * octet + c, w = 2 * p + (c >> 1);
-      sums.q[i] = fmaf(part_of(diagonal, e), half_of(k[w], e) * part_of(rk, e), sums.q[i]);
-      sums.k[i] = fmaf(part_of(diagonal, e), half_of(q[w], e) * part_of(rq, e), sums.k[i]);
+      const int e = c & 1, i = 4 * p + c, w = 2 * p + (c >> 1);
+      part.q[i] = fmaf(part_of(diagonal, e), half_of(k[w], e) * part_of(rk[p], e), part.q[i]);
+      part.k[i] = fmaf(part_of(diagonal, e), half_of(q[w], e) * part_of(rq[p], e), part.k[i]);
     }
   }
+#pragma unroll 1
+  for (int width = 4; width >= 1; width >>= 1) {
+    const NarrowLevel level(width, me);
+#pragma unroll
+    for (int p = 0; p < 2; ++p)
+      narrow_nodes(part, width, level, da[3 * p], da_t[3 * p], dn[3 * p], dn_t[3 * p], b[p], q, k, rq[p], rk[p], p, me);
+  }
+  add(sums, part, block);
 }
 
-__device__ __forceinline__ void tree_gradients(Sums& sums, const Tree& tree, int thread) {
-  // The widest last: in this order the registers do.
+// The most that b may fall on either side of a block's middle for the block to be one product: 8 tokens at a log decay of -5
+// fit.
+constexpr float kReach = 60.f;
+
+// Whether a block falls by so little in all of this warp's channels; r: b of its eighth row.
+__device__ __forceinline__ bool is_near(const Tree& tree, int block, float2 r, const Strip& me) {
+  const float4 first = (*tree.decays)[2 * block][me.thread & ~3];
+  const float2 last = border(tree, 2 * block + 1, me);
+  const bool near =
+      first.x - r.x <= kReach && first.z - r.y <= kReach && r.x - last.x <= kReach && r.y - last.y <= kReach;
+  return __all_sync(0xffffffffu, near);
+}
+
+// All pairs of a block, the diagonal included, with r as every row's border.
+__device__ __forceinline__ void near_block(Sums& sums, const Tree& tree, int block, float2 r, const Strip& me) {
+  uint32_t q[4], k[4], ql[4], kl[4], left[4];
+  float grow[8], fade[8];
+  load_block(q, tree.q, block, me);
+  load_block(k, tree.k, block, me);
 #pragma unroll
-  for (int block = 0; block < 4; ++block) block_nodes(sums, tree, block, thread);
+  for (int p = 0; p < 2; ++p) {
+    float b[4];
+    load_decays(b, tree, 2 * block + p, me);
+    const int token = me.token(2 * block + p);
+    const float2 rq = pair_at(tree.rq, token), rk = pair_at(tree.rk, token);
 #pragma unroll
-  for (int first = 0; first < 4; first += 2) wide_node<1>(sums, tree, first, thread);
-  wide_node<2>(sums, tree, 0, thread);
+    for (int h = 0; h < 2; ++h) {
+      const int w = 2 * p + h;
+      float* f = grow + 4 * p + 2 * h;
+      float* g = fade + 4 * p + 2 * h;
+#pragma unroll
+      for (int e = 0; e < 2; ++e) f[e] = ex2(b[2 * h + e] - part_of(r, h)), g[e] = ex2(part_of(r, h) - b[2 * h + e]);
+      const float k_lo = bf16_lo(k[w]) * rk.x, k_hi = bf16_hi(k[w]) * rk.y;
+      ql[w] = pack_bf16(bf16_lo(q[w]) * rq.x * f[0], bf16_hi(q[w]) * rq.y * f[1]);
+      kl[w] = pack_bf16(k_lo * f[0], k_hi * f[1]);
+      left[w] = pack_bf16(k_lo * g[0], k_hi * g[1]);
+    }
+  }
+  const uint32_t upper_left[2] = {left[0], left[1]}, lower_ql[2] = {ql[2], ql[3]}, lower_kl[2] = {kl[2], kl[3]};
+  // Above dN's diagonal something else may lie.
+  const int row = me.lane >> 2, column = 2 * me.t;
+  const uint32_t below = (column < row ? 0xffffu : 0u) | (column + 1 < row ? 0xffff0000u : 0u);
+  const uint32_t beyond = (column > row ? 0xffffu : 0u) | (column + 1 > row ? 0xffff0000u : 0u);
+  float to_q[2][4] = {}, to_x[2][4] = {}, to_k[2][4] = {};
+  uint32_t f[4];
+  const uint32_t da = frag_address<kChunk>(tree.da, 16 * block, block, me.lane);
+  const uint32_t dn = frag_address<kChunk>(tree.dn, 16 * block, block, me.lane);
+  ldmatrix(f, da);
+  mma_bf16(to_q[0], upper_left, f[0]);
+  mma_bf16(to_q[1], left, f[1], f[3]);
+  ldmatrix(f, dn);
+  mma_bf16(to_x[0], upper_left, f[0] & below);
+  mma_bf16(to_x[1], left, f[1], f[3] & below);
+  ldmatrix_trans(f, da);
+  mma_bf16(to_k[0], ql, f[0], f[1]);
+  mma_bf16(to_k[1], lower_ql, f[3]);
+  ldmatrix_trans(f, dn);
+  mma_bf16(to_k[0], kl, f[0] & beyond, f[1]);
+  mma_bf16(to_k[1], lower_kl, f[3] & beyond);
+  BlockSums part;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const int p = i >> 2, c = i & 3, w = i >> 1, e = i & 1;
+    part.q[i] = grow[i] * to_q[p][c];
+    part.k[i] = fmaf(fade[i], to_k[p][c], grow[i] * to_x[p][c]);
+    part.b[i] = fmaf(half_of(kl[w], e), to_x[p][c], half_of(ql[w], e) * to_q[p][c]);
+    part.b[i] = fmaf(-half_of(left[w], e), to_k[p][c], part.b[i]);
+  }
+  add(sums, part, block);
+}
+
+__device__ __forceinline__ void tree_gradients(Sums& sums, const Tree& tree, const Strip& me) {
+#pragma unroll 1
+  for (int block = 0; block < 4; ++block) {
+    const float2 r = border(tree, 2 * block, me);
+    if (is_near(tree, block, r, me)) near_block(sums, tree, block, r, me);
+    else block_nodes(sums, tree, block, me);
+  }
+#pragma unroll 1
+  for (int left = 0; left < 4; left += 2) block_pair(sums, tree, left, left + 1, border(tree, 2 * left + 1, me), me);
+  chunk_node(sums, tree, me);
 }
 
 }  // namespace cake::kda

@@ -109,10 +109,11 @@ inline Scalars scalars(const TensorView& x, const char* name, std::initializer_l
   return {{x.data_ptr(), x.stride(0), x.stride(1), x.stride(2)}, is_bfloat16(x)};
 }
 
-// The tables that gdn_plan wrote: an int32 tensor of Plan::words(n, chunk_capacity).
+// The tables that make_plan wrote: an int32 tensor of Plan::words(n, chunk_capacity, cut), and of the runs of `runs_of`
+// sequences if they were cut on the device.
 inline Plan plan_of(const TensorView& words, int64_t n, int64_t chunk_capacity, int64_t total, int64_t per_batch,
-                    bool cut = false) {
-  const int64_t need = Plan::words(n, chunk_capacity, cut);
+                    bool cut = false, int64_t runs_of = -1) {
+  const int64_t need = Plan::words(n, chunk_capacity, cut) + (runs_of < 0 ? 0 : 2 * (runs_of + 1));
   if (!is_int32(words) || words.ndim() != 1 || words.size(0) < need)
     TVM_FFI_THROW(ValueError) << "plan must hold " << need << " int32, got " << shape_text(words);
   return {static_cast<int*>(words.data_ptr()), static_cast<int>(n), static_cast<int>(chunk_capacity),

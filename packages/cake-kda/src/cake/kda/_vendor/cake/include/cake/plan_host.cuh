@@ -32,6 +32,21 @@ inline void make_plan(TensorView words, int64_t kind, int64_t host_boundaries, O
   launch("plan", plan_kernel, dim3(1), kPlanThreads, 0, stream_of(stream), boundaries, plan);
 }
 
+// Writes the tables of `n` segments, a bound, of `sequences` sequences cut on the device; see cut_plan_kernel.
+inline void make_cut_plan(TensorView words, TensorView boundaries, int64_t n, int64_t sequences, int64_t length,
+                          int64_t chunk_capacity, int64_t total, int64_t tokens_per_batch, int64_t stream) {
+  DeviceGuard guard(words.device().device_id);
+  const Plan plan = plan_of(words, n, chunk_capacity, total, tokens_per_batch, true, sequences);
+  if (boundaries.ndim() != 1 || boundaries.size(0) != sequences + 1 || length < 1)
+    TVM_FFI_THROW(ValueError) << "boundaries must be [" << sequences + 1 << "] and length at least 1, got "
+                              << shape_text(boundaries) << " and " << length;
+  Boundaries given{};
+  given.kind = is_int32(boundaries) ? Boundaries::kInt32 : Boundaries::kInt64;
+  given.device = boundaries.data_ptr();
+  launch("cut_plan", cut_plan_kernel, dim3(1), kPlanThreads, 0, stream_of(stream), given, plan,
+         static_cast<int>(sequences), static_cast<int>(length));
+}
+
 // Copies host boundaries too many for one launch into `device` (int32), `count` of them from index `first` on.
 static __global__ void boundaries_kernel(const __grid_constant__ Boundaries boundaries, int* device, int count) {
   for (int i = threadIdx.x; i < count; i += blockDim.x) device[i] = boundaries.values[i];

@@ -59,8 +59,9 @@ struct Segment {
   bool opens, followed;
 };
 
-// The plan's tables in one int32 allocation: [4] counts, [n][4] sequences, [chunks][4] chunks, [n] order, and [n] segments
-// if the call is cut.
+// The plan's tables in one int32 allocation: [4] counts, [n][4] sequences, [chunks][4] chunks, [n] order, and if the call is
+// cut [n] segments. Where the cut was made on the device, n is a bound, segments that aren't needed are empty and lie between
+// two others, and [sequences + 1][2] runs follow: the first segment and the first chunk of each sequence.
 struct Plan {
   int* data;
   int n, chunk_capacity, total, tokens_per_batch;
@@ -69,6 +70,7 @@ struct Plan {
   __host__ __device__ static int64_t words(int64_t n, int64_t chunks, bool cut = false) {
     return kHeader + (cut ? 6 : 5) * n + 4 * chunks;
   }
+  __host__ __device__ int* runs() const { return data + words(n, chunk_capacity, true); }
 
   __device__ __forceinline__ int4* sequences() const { return reinterpret_cast<int4*>(data + kHeader); }
   __device__ __forceinline__ int4* chunks() const { return reinterpret_cast<int4*>(data + kHeader) + n; }
@@ -184,6 +186,87 @@ static __global__ void __launch_bounds__(kPlanThreads)
     const int4 s = plan.sequences()[lo];
     const int index = i - s.z, rows = min(s.y - index * 64, 64);
     plan.chunks()[i] = make_int4(s.x + index * 64, rows | ((index * 64 + 64 >= s.y) << 8), lo, index);
+  }
+  for (int i = tid; i < plan.n; i += kPlanThreads) {
+    int rank = i;
+    if (plan.n <= kSortedSequences) {
+      rank = 0;
+      for (int j = 0; j < plan.n; ++j) rank += lengths[j] > lengths[i] || (lengths[j] == lengths[i] && j < i);
+    }
+    plan.order()[rank] = i;
+  }
+}
+
+// The same for a call that is cut here: segments of at most `length` chunks of `sequences` sequences with boundaries on the
+// device, kInt32 or kInt64, as few as do and of equal size (longer ones first).
+static __global__ void __launch_bounds__(kPlanThreads)
+    cut_plan_kernel(const __grid_constant__ Boundaries boundaries, Plan plan, int sequences, int length) {
+  __shared__ int warp_chunks[32], warp_segments[32], lengths[kSortedSequences];
+  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
+  const auto span = [&](int i) {
+    const int token = clamp_token(boundary(boundaries, i, 0), 0, plan.total);
+    return make_int2(token, clamp_token(boundary(boundaries, i + 1, 0), token, plan.total) - token);
+  };
+  int2* runs = reinterpret_cast<int2*>(plan.runs());
+  int chunk_base = 0, segment_base = 0;
+  for (int first = 0; first < sequences; first += kPlanThreads) {
+    const int i = first + tid;
+    const int chunks = i < sequences ? (span(i).y + 63) / 64 : 0;
+    const int segments = i < sequences ? max((chunks + length - 1) / length, 1) : 0;
+    int c = chunks, s = segments;
+    for (int d = 1; d < 32; d <<= 1) {
+      const int cu = __shfl_up_sync(0xffffffffu, c, d), su = __shfl_up_sync(0xffffffffu, s, d);
+      if (lane >= d) c += cu, s += su;
+    }
+    if (lane == 31) warp_chunks[warp] = c, warp_segments[warp] = s;
+    __syncthreads();
+    int total_chunks = 0, total_segments = 0;
+    for (int w = 0; w < 32; ++w) {
+      if (w == warp) c += total_chunks, s += total_segments;
+      total_chunks += warp_chunks[w], total_segments += warp_segments[w];
+    }
+    if (i < sequences) runs[i] = make_int2(min(segment_base + s - segments, plan.n), chunk_base + c - chunks);
+    chunk_base += total_chunks, segment_base += total_segments;
+    __syncthreads();
+  }
+  // Boundaries that don't ascend from 0 to T could ask for more of either than there is room for: they must not lead outside
+  // the tensors.
+  const int count = min(chunk_base, plan.chunk_capacity), made = min(segment_base, plan.n);
+  if (tid == 0) plan.data[0] = count, runs[sequences] = make_int2(made, count);
+  __syncthreads();
+  for (int i = tid; i < plan.n; i += kPlanThreads) {
+    int4 s = make_int4(plan.total, 0, count, 0);
+    int segment = 3;
+    if (i < made) {
+      int lo = 0, hi = sequences - 1;  // the last sequence whose segments start at or before i: each has one
+      while (lo < hi) {
+        const int mid = (lo + hi + 1) / 2;
+        if (runs[mid].x <= i) lo = mid;
+        else hi = mid - 1;
+      }
+      const int2 whole = span(lo), run = runs[lo];
+      const int chunks = (whole.y + 63) / 64, parts = max((chunks + length - 1) / length, 1), part = i - run.x;
+      const int size = chunks / parts, longer = chunks % parts;
+      const int start = part * size + min(part, longer), own = size + (part < longer);
+      s = make_int4(whole.x + start * 64, max(min(whole.y - start * 64, own * 64), 0), min(run.y + start, count), 0);
+      segment = lo << 2 | (part > 0) << 1 | (part + 1 < parts);
+    }
+    plan.sequences()[i] = s;
+    plan.segments()[i] = segment;
+    if (i < kSortedSequences) lengths[i] = s.y;
+  }
+  __syncthreads();
+  for (int i = tid; i < count; i += kPlanThreads) {
+    int lo = 0, hi = max(made - 1, 0);  // the last segment whose chunks start at or before i
+    while (lo < hi) {
+      const int mid = (lo + hi + 1) / 2;
+      if (plan.sequences()[mid].z <= i) lo = mid;
+      else hi = mid - 1;
+    }
+    const int4 s = plan.sequences()[lo];
+    const int index = i - s.z, token = min(s.x + index * 64, plan.total - 1);
+    const int rows = max(min(min(s.y - index * 64, 64), plan.total - token), 1);
+    plan.chunks()[i] = make_int4(token, rows | ((index * 64 + 64 >= s.y) << 8), lo, index);
   }
   for (int i = tid; i < plan.n; i += kPlanThreads) {
     int rank = i;

@@ -1,8 +1,8 @@
 // What the serial walks share: which sequence and head a CTA walks, the state that its warps hold, and the state's traffic.
 //
-// A CTA walks one (sequence, v head), or a segment of one where a call is cut. Two warpgroups hold the transposed state, S^T (or R^T) with 64 rows of V each, as fp32
-// accumulators and never meet. A state warp owns 16 channels of V: it alone reads them from the tile x of a stage (v forward,
-// dO backward), so it leaves its output there without a barrier.
+// A CTA walks one (sequence, v head), or a segment of one where a call is cut. Two warpgroups hold the transposed state, S^T
+// (or R^T) with 64 rows of V each, as fp32 accumulators and never meet. A state warp owns 16 channels of V: it alone reads
+// them from the tile x of a stage (v forward, dO backward), so it leaves its output there without a barrier.
 #pragma once
 
 #include "frag.cuh"
@@ -29,6 +29,11 @@ __device__ __forceinline__ Walk walk_of(const Plan& plan, int v_heads, int group
   w.v_head = block % v_heads;
   w.head = w.v_head / group;
   return w;
+}
+
+// Whether a segment is one of those that a cut on the device had room for and no need of: then there is nothing to do.
+__device__ __forceinline__ bool unneeded(const Walk& walk, const Segment& segment) {
+  return walk.sequence.length == 0 && segment.opens;
 }
 
 // Where a walk's first state comes from and where its last one goes, fp32 [K, V]; null: zero, and nowhere.
