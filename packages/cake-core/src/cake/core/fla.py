@@ -6,8 +6,8 @@ that can't be edited is started with ``python -m cake.core.fla train.py …``, u
 
 FLA asks each of its backends whether it takes a call. Ours looks at every argument by name, and hands back
 what cake doesn't know or doesn't serve; each reason is logged once. What it takes, it never hands back later:
-a wrong argument raises cake's error. Served are the registries of FLA 0.5, for functions that it dispatches,
-and of 0.6.
+a wrong argument raises cake's error. Tensors that kernels can't load as they lie are copied, as FLA copies
+all that aren't contiguous. Served are the registries of FLA 0.5 and 0.6, for functions that it dispatches.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ class Adapter:
         target: ``module:attribute`` of cake's function.
         refusal: from a call's arguments by name, why it is handed back, or None. Looks at no values.
         ours: keywords of cake's function that aren't FLA's.
+        rows: tensors whose last dimension kernels load in 16 bytes.
     """
 
     op: str
@@ -66,6 +67,7 @@ class Adapter:
     target: str
     refusal: Callable[[Mapping[str, Any]], str | None]
     ours: frozenset[str] = frozenset()
+    rows: tuple[str, ...] = ()
 
 
 def register(adapter: Adapter) -> str:
@@ -224,7 +226,12 @@ def _backend(adapter: Adapter, base: Any, plain: Any) -> Any:
         return reason is None, reason
 
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return function()(**by_name(args, kwargs))
+        from .launch import loadable
+
+        given = by_name(args, kwargs)
+        for name in adapter.rows:
+            given[name] = loadable(given[name])
+        return function()(**given)
 
     members = {
         "__doc__": f"cake's {adapter.function}. FLA_CAKE=0 switches it off.",
@@ -256,8 +263,6 @@ def tensor_refusal(
     """
     import torch
 
-    from .launch import is_aligned
-
     bf16, fp32 = torch.bfloat16, torch.float32
     for name in names:
         x = given.get(name)
@@ -267,13 +272,6 @@ def tensor_refusal(
             return f"cake serves bfloat16, got {name} of {x.dtype}"
         if x.shape[-1] != 128:
             return f"cake serves head dimension 128, got {x.shape[-1]} of {name}"
-        # Ranks of a context must not decide apart: there, a layout that isn't served is an error.
-        if given.get("cp_context") is None and x.numel():
-            plain = is_aligned(x) if x.device.type == "cuda" else x.stride(-1) == 1
-            if not plain:
-                return (
-                    f"cake needs a contiguous last dimension and 16-byte strides, got {x.stride()} of {name}"
-                )
     for name in ("g", "beta", "A_log", "dt_bias"):
         x = given.get(name)
         if x is not None and x.dtype not in (bf16, fp32):

@@ -31,5 +31,6 @@ ADAPTER = fla.Adapter(
     target="cake.gdn.api:chunk_gated_delta_rule",
     refusal=_refusal,
     ours=frozenset({"variant", "recompute_state", "segments", "packing_invariant"}),
+    rows=("q", "k", "v"),
 )
 fla.register(ADAPTER)

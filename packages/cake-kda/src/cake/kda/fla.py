@@ -10,6 +10,9 @@ from cake.core import fla
 __all__ = ["ADAPTER"]
 
 
+ROWS = ("q", "k", "v", "g")
+
+
 def _refusal(given: Mapping[str, Any]) -> str | None:
     from cake.kda import _stages
 
@@ -24,7 +27,7 @@ def _refusal(given: Mapping[str, Any]) -> str | None:
             return f"cake doesn't serve {name}"
     if given.get("head_first"):
         return "cake serves [B, T, H, D] alone, got head_first=True"
-    return fla.tensor_refusal(given, kernels, names=("q", "k", "v", "g"))
+    return fla.tensor_refusal(given, kernels, names=ROWS)
 
 
 ADAPTER = fla.Adapter(
@@ -34,5 +37,6 @@ ADAPTER = fla.Adapter(
     target="cake.kda.api:chunk_kda",
     refusal=_refusal,
     ours=frozenset({"variant", "recompute_state", "backend"}),
+    rows=ROWS,
 )
 fla.register(ADAPTER)
