@@ -80,49 +80,53 @@ __device__ __forceinline__ float4 ld_floats(uint32_t addr) {
 
 // ---- gates -------------------------------------------------------------------------------------------------------
 
-// Starts the copies of a chunk's gates: fp32 to where b will be, bf16 as they lie to its second half.
+// Starts the copies of `count` rows, `every` apart, whose 16-byte groups lie `step` bytes apart in shared memory. `row`: the
+// thread's first one; rows past the chunk's end become zeros.
+template <int count, int every, int step, typename T>
+__device__ __forceinline__ void load_group(uint32_t to, const T* from, int64_t stride, int row, int rows) {
+  from += row * stride;
+#pragma unroll
+  for (int i = 0; i < count; ++i, from += every * stride) cp_async_16(to + i * step, from, row + i * every < rows);
+}
+
+// The gates of a chunk: fp32 to where b will be, bf16 as they lie to its second half.
 __device__ __forceinline__ void load_gates(uint32_t b, const PrepArgs& args, const Chunk& chunk, int v_head, int tid) {
   const auto& g = args.g.view;
   const int tokens = args.plan.tokens_per_batch;
   if (args.g.is_bf16) {
     const View<const __nv_bfloat16> view{static_cast<const __nv_bfloat16*>(g.data), g.batch_stride, g.token_stride,
                                          g.head_stride};
-    const __nv_bfloat16* from = view.row(chunk.token, tokens, v_head) + 8 * (tid & 15);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const int row = 8 * i + (tid >> 4);
-      cp_async_16(b + kRawOffset + row * 256 + 16 * (tid & 15), from + row * g.token_stride, row < chunk.rows);
-    }
+    const int row = tid >> 4, group = tid & 15;
+    load_group<8, 8, 8 * 256>(b + kRawOffset + row * 256 + 16 * group,
+                              view.row(chunk.token, tokens, v_head) + 8 * group, g.token_stride, row, chunk.rows);
   } else {
     const View<const float> view{static_cast<const float*>(g.data), g.batch_stride, g.token_stride, g.head_stride};
-    const float* from = view.row(chunk.token, tokens, v_head) + 4 * (tid & 31);
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      const int row = 4 * i + (tid >> 5);
-      cp_async_16(b + b_offset(row, 4 * (tid & 31)), from + row * g.token_stride, row < chunk.rows);
-    }
+    const int row = tid >> 5, group = tid & 31;
+    load_group<16, 4, 4 * 512>(b + b_offset(row, 4 * group), view.row(chunk.token, tokens, v_head) + 4 * group,
+                               g.token_stride, row, chunk.rows);
   }
 }
 
 // Turns one channel's gates into b, and returns its last row. All threads, each with its channel.
 template <GateKind kKind, bool kBf16>
 __device__ __forceinline__ float accumulate_gates(uint32_t b, const PrepArgs& args, int rows, int v_head, int channel) {
-  Gate gate(args.gate, v_head);
-  gate.kind = kKind;
+  const Gate gate = Gate(args.gate, v_head).of_kind<kKind>();
   const float bias = kKind == GateKind::kNone ? 0.f : args.gate.bias_of(v_head, channel);
   float sum = 0.f;
-  for (int first = 0; first < kChunk; first += kChunk / 2) {
+  for (int first = 0; first < kChunk; first += kChunk / 2, rows -= kChunk / 2) {
+    const uint32_t raw = b + kRawOffset + first * 256 + channel * 2;
+    const uint32_t even = b + first * 512 + b_offset(0, channel), odd = b + first * 512 + b_offset(1, channel) - 512;
+    const auto at = [=](int i) { return ((i ^ (i >> 1)) & 1 ? odd : even) + i * 512; };
     float x[kChunk / 2];
 #pragma unroll
     for (int i = 0; i < kChunk / 2; ++i)
-      x[i] = kBf16 ? bf16_lo(ld_shared_2(b + kRawOffset + (first + i) * 256 + channel * 2))
-                   : __uint_as_float(ld_shared_4(b + first * 512 + b_offset(i, channel)));
+      x[i] = kBf16 ? bf16_lo(ld_shared_2(raw + i * 256)) : __uint_as_float(ld_shared_4(at(i)));
     if (kBf16 && first > 0) __syncthreads();  // b takes over the place of what everyone has read by now
 #pragma unroll
     for (int i = 0; i < kChunk / 2; ++i) {
       const float step = log2_decay(x[i], bias, gate);
-      sum += first + i < rows ? step : 0.f;
-      st_shared_4(b + first * 512 + b_offset(i, channel), __float_as_uint(sum));
+      sum += i < rows ? step : 0.f;
+      st_shared_4(at(i), __float_as_uint(sum));
     }
   }
   return sum;
@@ -285,8 +289,8 @@ static __global__ void __launch_bounds__(kPrepThreads, kPrepCtasPerSm)
   extern __shared__ __align__(1024) uint8_t raw[];
   PrepShared& s = *reinterpret_cast<PrepShared*>(raw);
   const int index = blockIdx.x / args.v_heads, v_head = blockIdx.x % args.v_heads, head = v_head / args.group;
+  const Chunk chunk = args.plan.chunk(index);  // both reads at once
   if (index >= args.plan.chunk_count()) return;  // capacity is an upper bound when boundaries are on the device
-  const Chunk chunk = args.plan.chunk(index);
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
   const int tokens = args.plan.tokens_per_batch;
   const int64_t image = int64_t(index) * args.v_heads + v_head;
@@ -297,16 +301,10 @@ static __global__ void __launch_bounds__(kPrepThreads, kPrepCtasPerSm)
   const uint32_t row_at = row_offset(row8, 8 * group), b_at = b_offset(row8, 8 * group);
   load_gates(b, args, chunk, v_head, tid);
   cp_async_commit();
-  {
-    const __nv_bfloat16* q = args.q.row(chunk.token, tokens, head) + 8 * group;
-    const __nv_bfloat16* k = args.k.row(chunk.token, tokens, head) + 8 * group;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const int row = 8 * i + row8;
-      cp_async_16(q_rows + row_at + i * 2048, q + row * args.q.token_stride, row < chunk.rows);
-      cp_async_16(k_rows + row_at + i * 2048, k + row * args.k.token_stride, row < chunk.rows);
-    }
-  }
+  load_group<8, 8, 2048>(q_rows + row_at, args.q.row(chunk.token, tokens, head) + 8 * group, args.q.token_stride, row8,
+                         chunk.rows);
+  load_group<8, 8, 2048>(k_rows + row_at, args.k.row(chunk.token, tokens, head) + 8 * group, args.k.token_stride, row8,
+                         chunk.rows);
   cp_async_commit();
   if (tid < kChunk) s.beta[tid] = tid < chunk.rows ? args.beta.at(chunk.token + tid, tokens, v_head) : 0.f;
   cp_async_wait<1>();
