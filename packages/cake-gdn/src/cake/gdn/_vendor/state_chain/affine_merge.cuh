@@ -2,17 +2,17 @@
 //
 //   S = M S + B      (M^T if transposed)      S = B where M counts as 0, as in every first step
 //
-// and S goes to a row of the result where a step names one. Columns don't meet, so a CTA takes a block of them. Every element is
-// the sum ((q0 + q1) + (q2 + q3)) + B, with q a sum over a quarter of k in ascending order, one fma each from zero: the same in
-// every build, whatever its block.
+// and S goes to a row of the result where a step names one. Columns don't meet, so a CTA takes a block of them. Every
+// element is the sum ((q0 + q1) + (q2 + q3)) + B, with q a sum over a quarter of k in ascending order, one fma each from
+// zero: the same in every build, whatever its block.
 //
 // Chains come in a table, or are the segments of the sequences of a call that was cut on the device (`runs` in seq.cuh), whose
 // map s takes the state that enters segment s to the one that enters s + 1 (or back, transposed).
 //
-// Shared memory: two buffers of M (the next step's is on its way while this one's is used), S, and sums on their way from thread
-// to thread. Rows of M are padded, so that threads on different rows read different banks. What bounds a step is how much a
-// thread reads from there for each fma: its tile is as square as the block allows, and tiles that are too few for 256 threads are
-// shared by up to four of them, each with its quarters of k.
+// Shared memory: two buffers of M (the next step's is on its way while this one's is used), S, and sums on their way from
+// thread to thread. Rows of M are padded, so that threads on different rows read different banks. A thread should read
+// little from there for each fma: its tile is as square as the block allows, and tiles that are too few for 256 threads
+// are shared by up to four of them, each with its quarters of k.
 #pragma once
 
 #include "cake/ptx.cuh"
@@ -39,7 +39,8 @@ struct MergeArgs {
   Step steps[kMostSteps];
 };
 
-// How a build cuts a block of columns over its threads: tiles of kHigh rows, kThreadRows apart, and kWide columns, four by four.
+// How a build cuts a block of columns over its threads: tiles of kHigh rows, kThreadRows apart, and kWide columns, four by
+// four.
 template <int kColumns>
 struct Tiling {
   static constexpr int kHigh = kColumns <= 16 ? 4 : 8, kWide = kColumns == 8 ? 4 : 8;
@@ -56,7 +57,6 @@ struct MergeShared {
   alignas(16) float m[2][kState][kPitch];
   alignas(16) float s[kState][kColumns];
   alignas(16) float sums[Tiling<kColumns>::kParts - 1][kState][kColumns];  // of the second and later threads of a tile
-  alignas(8) uint64_t landed[2];
   uint8_t multiplies[kMostSteps];  // of the chain's steps
 };
 static_assert(sizeof(MergeShared<64>) <= 232448 && sizeof(MergeShared<32>) <= 232448, "an SM gives a CTA 227 KB");
@@ -135,24 +135,18 @@ static __global__ void __launch_bounds__(kMergeThreads, 1) merge_kernel(const __
     const int m = step(i).m;
     s.multiplies[i] = i > 0 && m >= 0 && (!args.live || args.live[int64_t(m) * args.heads + head] != 0);
   }
-  if (thread == 0) {
-    mbar_init(smem_addr(s.landed), 1);
-    mbar_init(smem_addr(s.landed + 1), 1);
-    mbar_init_fence();
-  }
   __syncthreads();
 
-  // Rows of M go to shared memory one by one, because of their padding.
+  // A group of copies for each step, of nothing where M counts as 0.
   const auto load_m = [&](int i) {
-    if (i >= count || !s.multiplies[i]) return;
-    const int buffer = i & 1;
-    const float* m = args.m + (int64_t(step(i).m) * args.heads + head) * kState * kState;
-    if (thread < 32) {
-      if (thread == 0) mbar_arrive_expect_tx(smem_addr(s.landed + buffer), kState * kState * sizeof(float));
-      __syncwarp();
-      for (int row = thread; row < kState; row += 32)
-        bulk_load(smem_addr(s.m[buffer][row]), m + row * kState, kState * sizeof(float), smem_addr(s.landed + buffer));
+    if (i < count && s.multiplies[i]) {
+      const float* m = args.m + (int64_t(step(i).m) * args.heads + head) * kState * kState;
+      constexpr int kGroups = kState / 4;  // of 16 bytes in a row
+#pragma unroll 4
+      for (int j = thread; j < kState * kGroups; j += kMergeThreads)
+        cp_async_16(smem_addr(&s.m[i & 1][j / kGroups][j % kGroups * 4]), m + j * 4, true);
     }
+    cp_async_commit();
   };
   float4 b[T::kHigh][T::kWide / 4];
   const auto load_b = [&](int i) {
@@ -165,7 +159,6 @@ static __global__ void __launch_bounds__(kMergeThreads, 1) merge_kernel(const __
                                                             column0 + column + w * T::kAcross));
   };
 
-  uint32_t parity = 0;  // a bit for each buffer
   load_m(0);
   for (int i = 0; i < count; ++i) {
     // Buffer (i + 1) & 1 was read in step i - 1, before the barriers at its end.
@@ -176,8 +169,8 @@ static __global__ void __launch_bounds__(kMergeThreads, 1) merge_kernel(const __
     float acc[T::kHigh][T::kWide] = {};
     if (s.multiplies[i]) {
       const int buffer = i & 1;
-      mbar_wait(smem_addr(s.landed + buffer), parity >> buffer & 1);
-      parity ^= 1u << buffer;
+      cp_async_wait<1>();  // this thread's part of M; the next step's is on its way
+      __syncthreads();
       quarter_sum<kColumns, kTransposed>(acc, s.m[buffer], s.s, part * T::kQuarters, row0, column);
       if constexpr (T::kQuarters == 2) {
         float second[T::kHigh][T::kWide];

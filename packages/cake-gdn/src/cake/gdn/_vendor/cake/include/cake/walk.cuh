@@ -1,8 +1,8 @@
 // What the serial walks share: which sequence and head a CTA walks, the state that its warps hold, and the state's traffic.
 //
-// A CTA walks one (sequence, v head), or a segment of one where a call is cut. Two warpgroups hold the transposed state, S^T (or R^T) with 64 rows of V each, as fp32
-// accumulators and never meet. A state warp owns 16 channels of V: it alone reads them from the tile x of a stage (v forward,
-// dO backward), so it leaves its output there without a barrier.
+// A CTA walks one (sequence, v head), or a segment of one where a call is cut. Two warpgroups hold the transposed state, S^T
+// (or R^T) with 64 rows of V each, as fp32 accumulators and never meet. A state warp owns 16 channels of V: it alone reads
+// them from the tile x of a stage (v forward, dO backward), so it leaves its output there without a barrier.
 #pragma once
 
 #include "frag.cuh"
