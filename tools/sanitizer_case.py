@@ -23,7 +23,9 @@ LENGTHS = (1, 70, 0, 130, 64)
 HEADS = ((1, 2), (2, 2))
 
 
-def run(op: str, heads: int, value_heads: int, *, states: bool, in_kernel: bool) -> None:
+def run(
+    op: str, heads: int, value_heads: int, *, states: bool, in_kernel: bool, segments: int | None = None
+) -> None:
     """One forward and backward; outputs are read so that nothing is optimised away."""
     generator = torch.Generator("cuda").manual_seed(0)
 
@@ -51,7 +53,11 @@ def run(op: str, heads: int, value_heads: int, *, states: bool, in_kernel: bool)
         # From weak gates to what no bound would allow: each way of kda's pairs is walked.
         strength = torch.linspace(1, 60, total, device="cuda").view(1, -1, *[1] * (g.ndim - 2))
         g, beta = torch.nn.functional.logsigmoid(g) * strength, beta.sigmoid()
-    bounds_at = {"cu_seqlens_cpu": bounds} if in_kernel else {"cu_seqlens": bounds.cuda()}
+    bounds_at: dict[str, Any] = {"cu_seqlens": bounds.cuda()}
+    if in_kernel or segments:
+        bounds_at = {"cu_seqlens_cpu": bounds}
+    if segments:
+        bounds_at["segments"] = segments
     function = chunk_gated_delta_rule if op == "gdn" else chunk_kda
     o, final = function(
         q, k, v, g, beta, initial_state=initial, output_final_state=states, **gates, **bounds_at
@@ -75,6 +81,8 @@ def main() -> None:
         for op, (heads, value_heads) in itertools.product(OPS, HEADS):
             for states, in_kernel in itertools.product((False, True), repeat=2):
                 run(op, heads, value_heads, states=states, in_kernel=in_kernel)
+                if op == "gdn":  # maps vanish with the norm in the kernel, without it none does
+                    run(op, heads, value_heads, states=states, in_kernel=in_kernel, segments=3)
     arch = toolchain.device_arch(torch.device("cuda"))
     declared = {record.library for op in OPS for _, record in loader.libraries(op, arch)}
     if missed := declared - {library.library for library in loader.loaded()}:

@@ -14,8 +14,8 @@
 // once to bf16 and used for products and row dots alike, for the same reason. At the end of a group comes the norm's
 // own backward: dq = r_q (dq^ - q^ (q^ . dq^)), dk likewise.
 //
-// Warpgroups: 0 (query) dP, dq^; 1 (erase) dL, e and the last two terms of dk^; 2 (delta) U, D and the rest of dk^;
-// 3 (producer) loads, normalises q and k of the pair to come, and does what needs no product: dv and <S, R>.
+// Warpgroups: 0 (query) dP, dq^; 1 (erase) dL, e and the last two terms of dk^; 2 (delta) U, D, <S, R> and the rest of dk^;
+// 3 (producer) loads, normalises q and k of the pair to come, and makes dv.
 // S and R are [V][K] images: K-major for k^ S, MN-major for the products with S^T and R^T.
 #pragma once
 
@@ -27,7 +27,7 @@
 namespace cake::gdn {
 
 constexpr int kOutThreads = 512;
-constexpr int kQueryRegisters = 144, kEraseRegisters = 152, kDeltaRegisters = 160, kOutProducerRegisters = 56;
+constexpr int kQueryRegisters = 152, kEraseRegisters = 152, kDeltaRegisters = 160, kOutProducerRegisters = 48;
 static_assert(kQueryRegisters + kEraseRegisters + kDeltaRegisters + kOutProducerRegisters == 512, "of a lane slot");
 constexpr float kLeastBeta = 0x1p-60f;
 
@@ -51,7 +51,7 @@ struct OutArgs {
 
 // Per token and v head; two sets, for the v head in work and the next.
 struct alignas(16) OutVectors {
-  float b[kChunk], grown[kChunk], rest[kChunk], beta[kChunk];  // b, 2^b, 2^(b_C - b)
+  float b[kChunk], grown[kChunk], read[kChunk], rest[kChunk], beta[kChunk];  // b, 2^b, s 2^b, 2^(b_C - b)
   float decay;  // 2^b_C
 };
 
@@ -60,6 +60,12 @@ struct alignas(16) OutVectors {
 struct OutDots {
   float query[kChunk], erase[kChunk], erased_state[kChunk], key[kChunk], residual[kChunk];
   float state[4], written[4];
+};
+
+// A pair's first row in [total, H], and how many rows it has. Row r of its v head j is (row + r * H) * group + j in [total, HV].
+struct OutPlace {
+  int64_t row;
+  int rows;
 };
 
 // q^ and k^ of a pair; dq and dk on their way out.
@@ -81,19 +87,19 @@ struct OutShared {
   OutVectors vectors[2];
   OutDots dots[2];
   float rq[2][kChunk], rk[2][kChunk];
+  OutPlace places[2];
   alignas(8) uint64_t pair_full[2], pair_empty[2];  // q^, k^, rq, rk
   uint64_t values_full, values_empty;  // v, t
   uint64_t grads_full, grads_empty;  // grad, y, vectors
   uint64_t s_full, s_empty, r_full, r_empty;
   uint64_t delta_full, products_full;  // D; dP and dL
-  uint64_t state_dot_full;  // <S, R>
 };
 static_assert(sizeof(OutShared) <= 232448, "an SM gives a CTA 227 KB");
 
 // ---- producer --------------------------------------------------------------------------------------------------
 
-// q^ and k^ of this CTA's pair number `turn`.
-__device__ __forceinline__ void produce_pair(OutShared& s, const OutArgs& args, int work, int turn, int thread) {
+// Starts the copies of q and k of this CTA's pair number `turn`.
+__device__ __forceinline__ void load_pair(OutShared& s, const OutArgs& args, int work, int turn, int thread) {
   const Chunk chunk = args.plan.chunk(work / args.heads);
   const int head = work % args.heads, tokens = args.plan.tokens_per_batch, set = turn & 1;
   const int64_t first = int64_t(head) * args.plan.total + chunk.token;
@@ -108,11 +114,16 @@ __device__ __forceinline__ void produce_pair(OutShared& s, const OutArgs& args, 
     s.rq[set][thread] = thread < chunk.rows ? args.rq[first + thread] : 0.f;
     s.rk[set][thread] = thread < chunk.rows ? args.rk[first + thread] : 0.f;
   }
-  cp_async_wait<0>();
+  if (thread == 0) s.places[set] = {int64_t(chunk.token) * args.heads + head, chunk.rows};
+}
+
+// Makes q^ and k^ of them, when this thread's copies have landed.
+__device__ __forceinline__ void normalise_pair(OutShared& s, const OutArgs& args, int turn, int thread) {
+  const int set = turn & 1;
   bar_sync(kProducerBarrier, 128);  // rq and rk
   if (args.l2norm) {
-    normalise(smem_addr(tiles.q), s.rq[set], thread);
-    normalise(smem_addr(tiles.k), s.rk[set], thread);
+    normalise(smem_addr(s.pairs[set].q), s.rq[set], thread);
+    normalise(smem_addr(s.pairs[set].k), s.rk[set], thread);
   }
   fence_proxy_async();
   mbar_arrive(smem_addr(&s.pair_full[set]));
@@ -124,14 +135,14 @@ __device__ __forceinline__ void value_gradient(uint32_t y, const float* beta, __
   int row = thread / 16;
   y += group_offset<kChunk>(row, thread % 16);
   dv += int64_t(row) * row_stride + thread % 16 * 8;
-#pragma unroll 2
-  for (int i = 0; i < 8; ++i, row += 8, y += 8 * kPanelRowBytes, dv += 8 * row_stride) {
-    if (row >= rows) continue;
-    const uint4 x = ld_shared_16(y);
-    const float scale = beta[row];
-    *reinterpret_cast<uint4*>(dv) = make_uint4(
-        pack_bf16(scale * bf16_lo(x.x), scale * bf16_hi(x.x)), pack_bf16(scale * bf16_lo(x.y), scale * bf16_hi(x.y)),
-        pack_bf16(scale * bf16_lo(x.z), scale * bf16_hi(x.z)), pack_bf16(scale * bf16_lo(x.w), scale * bf16_hi(x.w)));
+#pragma unroll 1
+  for (int i = 0; i < 2; ++i) {
+    uint4 x[4];
+#pragma unroll
+    for (int n = 0; n < 4; ++n, y += 8 * kPanelRowBytes) x[n] = ld_shared_16(y);
+#pragma unroll
+    for (int n = 0; n < 4; ++n, row += 8, dv += 8 * row_stride)
+      if (row < rows) *reinterpret_cast<uint4*>(dv) = scaled(x[n], beta[row]);
   }
 }
 
@@ -140,7 +151,12 @@ __device__ __forceinline__ void out_produce(OutShared& s, const OutArgs& args, i
   const int64_t total = args.plan.total;
   const int works = args.plan.chunk_count() * args.heads;
   int step = 0, turn = 0;  // v heads and pairs so far
-  if (blockIdx.x < works) produce_pair(s, args, blockIdx.x, 0, thread);
+  bool loading_pair = false;
+  if (blockIdx.x < works) {
+    load_pair(s, args, blockIdx.x, 0, thread);
+    cp_async_wait<0>();
+    normalise_pair(s, args, 0, thread);
+  }
   for (int work = blockIdx.x; work < works; work += gridDim.x, ++turn) {
     const Chunk chunk = args.plan.chunk(work / args.heads);
     const Sequence sequence = args.plan.sequence(chunk.sequence);
@@ -151,15 +167,15 @@ __device__ __forceinline__ void out_produce(OutShared& s, const OutArgs& args, i
     for (int j = 0; j < args.group; ++j, ++step, ++v_head) {
       const uint32_t parity = step & 1;
       OutVectors& vectors = s.vectors[parity];
-      float b = 0.f, last = 0.f, beta = 0.f;
+      // In the order in which the previous v head lets go of them, which is nearly the order in which this one asks.
+      mbar_wait(smem_addr(&s.s_empty), parity ^ 1);
+      load_state(smem_addr(s.s), s.s_full, args.states, s_slot, v_heads, v_head, thread);
+      float b = 0.f, last = 0.f, beta = 0.f;  // on their way while the copies are started
       if (thread < kChunk) {
         b = args.b[v_head * total + token + min(thread, rows - 1)];
         last = args.b[v_head * total + token + rows - 1];
         if (thread < rows) beta = args.beta.at(token + thread, tokens, v_head);
       }
-      // In the order in which the previous v head lets go of them, which is nearly the order in which this one asks.
-      mbar_wait(smem_addr(&s.s_empty), parity ^ 1);
-      load_state(smem_addr(s.s), s.s_full, args.states, s_slot, v_heads, v_head, thread);
       mbar_wait(smem_addr(&s.values_empty), parity ^ 1);
       load_rows<16, 128>(smem_addr(s.v), args.v.row(token, tokens, v_head), args.v.token_stride, rows, thread);
       load_rows<8, 128>(smem_addr(s.t), args.t + (v_head * total + token) * kChunk, kChunk, rows, thread);
@@ -169,37 +185,41 @@ __device__ __forceinline__ void out_produce(OutShared& s, const OutArgs& args, i
                          rows, thread);
       load_rows<16, 128>(smem_addr(s.grad), args.grad.row(token, tokens, v_head), args.grad.token_stride, rows, thread);
       cp_async_commit();
+      mbar_wait(smem_addr(&s.r_empty), parity ^ 1);
+      load_state(smem_addr(s.r), s.r_full, args.adjoints, r_slot, v_heads, v_head, thread);
       if (thread < kChunk) {
-        vectors.b[thread] = b, vectors.grown[thread] = ex2(b), vectors.rest[thread] = ex2(last - b);
+        const float grown = ex2(b);
+        vectors.b[thread] = b, vectors.grown[thread] = grown, vectors.read[thread] = args.scale * grown;
+        vectors.rest[thread] = ex2(last - b);
         vectors.beta[thread] = beta;
         if (thread == 0) vectors.decay = ex2(last);
       }
-      mbar_wait(smem_addr(&s.r_empty), parity ^ 1);
-      load_state(smem_addr(s.r), s.r_full, args.adjoints, r_slot, v_heads, v_head, thread);
+      if (loading_pair) {  // since the v head before: of a pair to come, or of this one if that one was the pair's only one
+        cp_async_wait<2>();
+        normalise_pair(s, args, j == 0 ? turn : turn + 1, thread);
+      }
       cp_async_wait<1>();
       fence_proxy_async();
       mbar_arrive(smem_addr(&s.values_full));
       cp_async_wait<0>();
       fence_proxy_async();
       mbar_arrive(smem_addr(&s.grads_full));
-      if (j == 0 && work + gridDim.x < works) produce_pair(s, args, work + gridDim.x, turn + 1, thread);
-
       mbar_wait(smem_addr(&s.grads_full), parity);
       value_gradient(smem_addr(s.y), vectors.beta, args.dv + (int64_t(token) * v_heads + v_head) * kHeadDim,
                      v_heads * kHeadDim, rows, thread);
       warp_arrive(s.grads_empty, lane);
-      mbar_wait(smem_addr(&s.s_full), parity);
-      mbar_wait(smem_addr(&s.r_full), parity);
-      const float dot = state_dot(smem_addr(s.s), smem_addr(s.r), thread >> 5, lane);
-      if (lane == 0) s.dots[parity].state[thread >> 5] = dot;
-      warp_arrive(s.s_empty, lane);
-      warp_arrive(s.r_empty, lane);
-      mbar_arrive(smem_addr(&s.state_dot_full));
+      loading_pair = j == 0 && work + gridDim.x < works;
+      if (loading_pair) load_pair(s, args, work + gridDim.x, turn + 1, thread);
     }
   }
 }
 
 // ---- what the computing warpgroups share -------------------------------------------------------------------------
+
+__device__ __forceinline__ int pairs_of_cta(const OutArgs& args) {
+  const int works = args.plan.chunk_count() * args.heads;
+  return blockIdx.x < works ? (works - 1 - int(blockIdx.x)) / int(gridDim.x) + 1 : 0;
+}
 
 // acc_ij *= factor_i G_ij: zero above the diagonal, and on it when kStrict.
 template <bool kStrict>
@@ -248,26 +268,37 @@ __device__ __forceinline__ void gate_gradient(const OutVectors& vectors, const O
   if (2 * lane + 1 < rows) dg[v_heads] = tail + edge;
 }
 
+// A warp's part of the trace of a 64 x 64 accumulator: its rows have their diagonal in the columns of blocks 2 w and 2 w + 1.
+__device__ __forceinline__ float trace(const float (&acc)[32], const Lane& me) {
+  float sum = 0.f;
+#pragma unroll
+  for (int c = 0; c < 8; ++c)
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int h = c & 1;
+      if (me.row(h) == me.column(c) + i) sum += acc[4 * c + 2 * h + i];
+    }
+#pragma unroll
+  for (int d = 16; d >= 1; d >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, d);
+  return sum;
+}
+
 // ---- warpgroup 0: the query side ---------------------------------------------------------------------------------
 
 __device__ __forceinline__ void out_query(OutShared& s, const OutArgs& args, int thread) {
-  const int v_heads = args.heads * args.group, works = args.plan.chunk_count() * args.heads;
-  int step = 0, turn = 0;
-  for (int work = blockIdx.x; work < works; work += gridDim.x, ++turn) {
-    const Chunk chunk = args.plan.chunk(work / args.heads);
-    const int head = work % args.heads;
-    const uint32_t q = smem_addr(s.pairs[turn & 1].q), k = smem_addr(s.pairs[turn & 1].k);
+  const int turns = pairs_of_cta(args);
+  int step = 0;
+  for (int turn = 0; turn < turns; ++turn) {
     mbar_wait(smem_addr(&s.pair_full[turn & 1]), (turn >> 1) & 1);
     float dq[64], dot[2] = {0.f, 0.f};
     for (int j = 0; j < args.group; ++j, ++step) {
       Lane me(fresh(thread));
       const uint32_t parity = step & 1;
       const OutVectors& vectors = s.vectors[parity];
-      OutDots& dots = s.dots[parity];
       mbar_wait(smem_addr(&s.grads_full), parity);
       uint32_t a[8][4];
-      const float grown[2] = {args.scale * vectors.grown[me.row(0)], args.scale * vectors.grown[me.row(1)]};
-      load_scaled(a, smem_addr(s.grad), me.row0, grown, me.lane);
+      const float read[2] = {vectors.read[me.row(0)], vectors.read[me.row(1)]};
+      load_scaled(a, smem_addr(s.grad), me.row0, read, me.lane);
       mbar_wait(smem_addr(&s.s_full), parity);
       pin(a);
       wgmma_fence();
@@ -275,9 +306,8 @@ __device__ __forceinline__ void out_query(OutShared& s, const OutArgs& args, int
       wgmma_commit();
       wgmma_wait<0>();
       pin(dq);
-      warp_arrive(s.s_empty, me.lane);
+      warp_arrive(s.s_empty, fresh(thread) & 31);
 
-      me = Lane(fresh(thread));
       mbar_wait(smem_addr(&s.delta_full), parity);
       float dp[32];
       wgmma_fence();
@@ -285,8 +315,7 @@ __device__ __forceinline__ void out_query(OutShared& s, const OutArgs& args, int
       wgmma_commit();
       wgmma_wait<0>();
       pin(dp);
-      // Here, since the producer may finish the next v head's <S, R> once it has these buffers again.
-      mbar_wait(smem_addr(&s.state_dot_full), parity);
+      me = Lane(fresh(thread));
       warp_arrive(s.grads_empty, me.lane);
       const float factor[2] = {args.scale, args.scale};
       apply_decays<false>(dp, vectors, factor, me);
@@ -298,24 +327,23 @@ __device__ __forceinline__ void out_query(OutShared& s, const OutArgs& args, int
       mbar_arrive(smem_addr(&s.products_full));
       pin(f);
       wgmma_fence();
-      gemm_rs<Major::MN, kChunk, 4>(dq, f, k, true);
+      gemm_rs<Major::MN, kChunk, 4>(dq, f, smem_addr(s.pairs[fresh(turn) & 1].k), true);
       wgmma_commit();
       wgmma_wait<0>();
       pin(dq);
       me = Lane(fresh(thread));
+      OutDots& dots = s.dots[fresh(step) & 1];
       float now[2];
-      row_dots(now, dq, q, me.row0, me.lane);
+      row_dots(now, dq, smem_addr(s.pairs[fresh(turn) & 1].q), me.row0, me.lane);
       if ((me.lane & 3) == 0) dots.query[me.row(0)] = now[0] - dot[0], dots.query[me.row(1)] = now[1] - dot[1];
       dot[0] = now[0], dot[1] = now[1];
-      bar_sync(kComputeBarrier, 384);  // every dot of this v head is there, and every product of it done
-      if (me.warp == 0)
-        gate_gradient(vectors, dots, args.dg + int64_t(chunk.token) * v_heads + head * args.group + j, v_heads,
-                      chunk.rows, me.lane);
+      bar_sync(kComputeBarrier, 384);
     }
     const Lane me(fresh(thread));
+    const OutPlace& place = s.places[fresh(turn) & 1];
+    const uint32_t q = smem_addr(s.pairs[fresh(turn) & 1].q);
     if (args.l2norm) norm_backward(dq, dot, q, s.rq[turn & 1], me);
-    store_rows(q, dq, args.dq + (int64_t(chunk.token) * args.heads + head) * kHeadDim, args.heads * kHeadDim,
-               chunk.rows, me);
+    store_rows(q, dq, args.dq + place.row * kHeadDim, args.heads * kHeadDim, place.rows, me);
     warp_arrive(s.pair_empty[turn & 1], me.lane);
   }
 }
@@ -323,11 +351,10 @@ __device__ __forceinline__ void out_query(OutShared& s, const OutArgs& args, int
 // ---- warpgroup 1: the erasing side (k in its query role) ------------------------------------------------------------
 
 __device__ __forceinline__ void out_erase(OutShared& s, const OutArgs& args, int thread) {
-  const int v_heads = args.heads * args.group, works = args.plan.chunk_count() * args.heads;
-  int step = 0, turn = 0;
-  for (int work = blockIdx.x; work < works; work += gridDim.x, ++turn) {
-    const Chunk chunk = args.plan.chunk(work / args.heads);
-    const int head = work % args.heads;
+  const int turns = pairs_of_cta(args);
+  int step = 0;
+  for (int turn = 0; turn < turns; ++turn) {
+    const OutPlace& place = s.places[turn & 1];
     const uint32_t k = smem_addr(s.pairs[turn & 1].k);
     mbar_wait(smem_addr(&s.pair_full[turn & 1]), (turn >> 1) & 1);
     float dk[64];
@@ -337,16 +364,13 @@ __device__ __forceinline__ void out_erase(OutShared& s, const OutArgs& args, int
       const OutVectors& vectors = s.vectors[parity];
       OutDots& dots = s.dots[parity];
       mbar_wait(smem_addr(&s.grads_full), parity);
-      float m[2], scale[2];
-      bool live[2];
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const float beta = vectors.beta[me.row(h)];
-        live[h] = fabsf(beta) >= kLeastBeta;
-        m[h] = live[h] ? beta : 1.f;
-        scale[h] = live[h] ? -beta * vectors.grown[me.row(h)] : 0.f;
-      }
       {
+        float scale[2];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const float beta = vectors.beta[me.row(h)];
+          scale[h] = fabsf(beta) >= kLeastBeta ? -beta * vectors.grown[me.row(h)] : 0.f;
+        }
         uint32_t a[8][4];
         load_scaled(a, smem_addr(s.y), me.row0, scale, me.lane);
         mbar_wait(smem_addr(&s.s_full), parity);
@@ -368,6 +392,14 @@ __device__ __forceinline__ void out_erase(OutShared& s, const OutArgs& args, int
       wgmma_wait<0>();
       pin(dl);
       warp_arrive(s.grads_empty, me.lane);
+      float m[2];
+      bool live[2];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float beta = vectors.beta[me.row(h)];
+        live[h] = fabsf(beta) >= kLeastBeta;
+        m[h] = live[h] ? beta : 1.f;
+      }
       const float factor[2] = {-m[0], -m[1]};
       apply_decays<true>(dl, vectors, factor, me);
       uint32_t f[4][4];
@@ -404,13 +436,16 @@ __device__ __forceinline__ void out_erase(OutShared& s, const OutArgs& args, int
         const int row = me.row(h);
         if ((me.lane & 3) == 0) {
           dots.erase[row] = live[h] ? e : 0.f;
-          if (row < chunk.rows)  // Y . W is there since D is
-            args.dbeta[int64_t(chunk.token + row) * v_heads + head * args.group + j] = dots.residual[row] + e / m[h];
+          if (row < place.rows)  // Y . W is there since D is
+            args.dbeta[(place.row + row * args.heads) * args.group + j] = dots.residual[row] + e / m[h];
         }
       }
       wgmma_wait<0>();
       pin(dk);
-      bar_sync(kComputeBarrier, 384);
+      bar_sync(kComputeBarrier, 384);  // every dot of this v head is there, and every product of it done
+      if (me.warp == 0)
+        gate_gradient(vectors, dots, args.dg + place.row * args.group + j, args.heads * args.group, place.rows,
+                      fresh(me.lane));
     }
 #pragma unroll
     for (int c = 0; c < 16; ++c)
@@ -428,22 +463,28 @@ __device__ __forceinline__ void residual(OutShared& s, const OutVectors& vectors
   const float grown[2] = {vectors.grown[me.row(0)], vectors.grown[me.row(1)]};
   float with_w[2][2] = {}, with_u[2][2] = {};
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    uint32_t v[4], y[4];
-    ldmatrix(v, frag_address<kChunk>(smem_addr(s.v), me.row0, i, me.lane));
-    ldmatrix(y, frag_address<kChunk>(smem_addr(s.y), me.row0, i, me.lane));
-    uint32_t f[4];
+  for (int first = 0; first < 8; first += 2) {
+    uint32_t v[2][4], y[2][4];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const int n = acc_index(i, j), h = j & 1;
-      const float w0 = bf16_lo(v[j]) - grown[h] * u[n], w1 = bf16_hi(v[j]) - grown[h] * u[n + 1];
-      with_w[h][0] = fmaf(bf16_lo(y[j]), w0, with_w[h][0]);
-      with_w[h][1] = fmaf(bf16_hi(y[j]), w1, with_w[h][1]);
-      with_u[h][0] = fmaf(bf16_lo(y[j]), u[n], with_u[h][0]);
-      with_u[h][1] = fmaf(bf16_hi(y[j]), u[n + 1], with_u[h][1]);
-      f[j] = pack_bf16(beta[h] * w0, beta[h] * w1);
+    for (int i = 0; i < 2; ++i) {
+      ldmatrix(v[i], frag_address<kChunk>(smem_addr(s.v), me.row0, first + i, me.lane));
+      ldmatrix(y[i], frag_address<kChunk>(smem_addr(s.y), me.row0, first + i, me.lane));
     }
-    stmatrix(frag_address<kChunk>(smem_addr(s.delta), me.row0, i, me.lane), f);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      uint32_t f[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int n = acc_index(first + i, j), h = j & 1;
+        const float w0 = bf16_lo(v[i][j]) - grown[h] * u[n], w1 = bf16_hi(v[i][j]) - grown[h] * u[n + 1];
+        with_w[h][0] = fmaf(bf16_lo(y[i][j]), w0, with_w[h][0]);
+        with_w[h][1] = fmaf(bf16_hi(y[i][j]), w1, with_w[h][1]);
+        with_u[h][0] = fmaf(bf16_lo(y[i][j]), u[n], with_u[h][0]);
+        with_u[h][1] = fmaf(bf16_hi(y[i][j]), u[n + 1], with_u[h][1]);
+        f[j] = pack_bf16(beta[h] * w0, beta[h] * w1);
+      }
+      stmatrix(frag_address<kChunk>(smem_addr(s.delta), me.row0, first + i, me.lane), f);
+    }
   }
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -453,12 +494,11 @@ __device__ __forceinline__ void residual(OutShared& s, const OutVectors& vectors
 }
 
 __device__ __forceinline__ void out_delta(OutShared& s, const OutArgs& args, int thread) {
-  const int works = args.plan.chunk_count() * args.heads;
+  const int turns = pairs_of_cta(args);
   const uint32_t delta = smem_addr(s.delta);
-  int step = 0, turn = 0;
-  for (int work = blockIdx.x; work < works; work += gridDim.x, ++turn) {
-    const Chunk chunk = args.plan.chunk(work / args.heads);
-    const int head = work % args.heads;
+  int step = 0;
+  for (int turn = 0; turn < turns; ++turn) {
+    const OutPlace& place = s.places[turn & 1];
     const uint32_t q = smem_addr(s.pairs[turn & 1].q), k = smem_addr(s.pairs[turn & 1].k);
     mbar_wait(smem_addr(&s.pair_full[turn & 1]), (turn >> 1) & 1);
     float dk[64], dot[2] = {0.f, 0.f};
@@ -476,7 +516,6 @@ __device__ __forceinline__ void out_delta(OutShared& s, const OutArgs& args, int
       mbar_wait(smem_addr(&s.grads_full), parity);
       wgmma_wait<0>();
       pin(u);
-      warp_arrive(s.s_empty, me.lane);
       me = Lane(fresh(thread));
       residual(s, vectors, dots, u, me);
       warp_arrive(s.grads_empty, me.lane);
@@ -510,6 +549,21 @@ __device__ __forceinline__ void out_delta(OutShared& s, const OutArgs& args, int
       wgmma_commit();
       wgmma_wait<0>();
       pin(dk);
+      {
+        // <S, R> is the trace of S R^T: of its two diagonal blocks, added up.
+        float product[32];
+        wgmma_fence();
+        gemm_ss<Major::K, kHeadDim, Major::K, kHeadDim, 8>(product, smem_addr(s.s), smem_addr(s.r), false);
+        gemm_ss<Major::K, kHeadDim, Major::K, kHeadDim, 8>(product, smem_addr(s.s) + kChunk * kPanelRowBytes,
+                                                           smem_addr(s.r) + kChunk * kPanelRowBytes, true);
+        wgmma_commit();
+        wgmma_wait<0>();
+        pin(product);
+        me = Lane(fresh(thread));
+        const float sum = trace(product, me);
+        if (me.lane == 0) dots.state[me.warp] = sum;
+      }
+      warp_arrive(s.s_empty, me.lane);
       warp_arrive(s.r_empty, me.lane);
       me = Lane(fresh(thread));
       float now[2];
@@ -544,8 +598,7 @@ __device__ __forceinline__ void out_delta(OutShared& s, const OutArgs& args, int
       row_dots(dot, dk, k, me.row0, me.lane);
       norm_backward(dk, dot, k, s.rk[turn & 1], me);
     }
-    store_rows(k, dk, args.dk + (int64_t(chunk.token) * args.heads + head) * kHeadDim, args.heads * kHeadDim,
-               chunk.rows, me);
+    store_rows(k, dk, args.dk + place.row * kHeadDim, args.heads * kHeadDim, place.rows, me);
     warp_arrive(s.pair_empty[turn & 1], me.lane);
   }
 }
@@ -563,12 +616,11 @@ static __global__ void __launch_bounds__(kOutThreads, 1) out_kernel(const __grid
     mbar_init(smem_addr(&s.grads_full), 128);
     mbar_init(smem_addr(&s.grads_empty), 16 * kWarpArrivals);  // all warps
     mbar_init(smem_addr(&s.s_full), 128);
-    mbar_init(smem_addr(&s.s_empty), 16 * kWarpArrivals);
+    mbar_init(smem_addr(&s.s_empty), 12 * kWarpArrivals);  // warps of query, erase and delta
     mbar_init(smem_addr(&s.r_full), 128);
-    mbar_init(smem_addr(&s.r_empty), 8 * kWarpArrivals);  // warps of delta and of the producer
+    mbar_init(smem_addr(&s.r_empty), 4 * kWarpArrivals);  // warps of delta
     mbar_init(smem_addr(&s.delta_full), 128);
     mbar_init(smem_addr(&s.products_full), 256);
-    mbar_init(smem_addr(&s.state_dot_full), 128);
     mbar_init_fence();
   }
   __syncthreads();

@@ -42,18 +42,24 @@ struct PrepShared {
 
 constexpr int kPrepThreads = 128, kPrepCtasPerSm = 5;
 
-// 16 lanes hold a row, 8 bf16 each; every lane gets its reciprocal norm.
-__device__ __forceinline__ float reciprocal_norm(uint4 v) {
-  const uint32_t words[4] = {v.x, v.y, v.z, v.w};
-  float sum = 0.f;
+// 16 lanes hold a row, 8 bf16 each; every lane gets the reciprocal norms of its rows.
+__device__ __forceinline__ void reciprocal_norms(float (&r)[8], const uint4 (&v)[8]) {
 #pragma unroll
-  for (uint32_t w : words) {
-    sum = fmaf(bf16_lo(w), bf16_lo(w), sum);
-    sum = fmaf(bf16_hi(w), bf16_hi(w), sum);
+  for (int i = 0; i < 8; ++i) {
+    const uint32_t words[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
+    r[i] = 0.f;
+#pragma unroll
+    for (uint32_t w : words) {
+      r[i] = fmaf(bf16_lo(w), bf16_lo(w), r[i]);
+      r[i] = fmaf(bf16_hi(w), bf16_hi(w), r[i]);
+    }
   }
 #pragma unroll
-  for (int d = 8; d >= 1; d >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, d);
-  return rsqrtf(sum + kNormEps);
+  for (int d = 8; d >= 1; d >>= 1)
+#pragma unroll
+    for (int i = 0; i < 8; ++i) r[i] += __shfl_xor_sync(0xffffffffu, r[i], d);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) r[i] = rsqrtf(r[i] + kNormEps);
 }
 
 static __global__ void __launch_bounds__(kPrepThreads, kPrepCtasPerSm)
@@ -82,11 +88,12 @@ static __global__ void __launch_bounds__(kPrepThreads, kPrepCtasPerSm)
       const int row = 16 * warp + 2 * i + (lane >> 4);
       v[i] = row < chunk.rows ? *reinterpret_cast<const uint4*>(q + row * args.q.token_stride) : make_uint4(0, 0, 0, 0);
     }
+    float r[8];
+    reciprocal_norms(r, v);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const int row = 16 * warp + 2 * i + (lane >> 4);
-      const float r = reciprocal_norm(v[i]);
-      if ((lane & 15) == 0 && row < chunk.rows) args.rq[head * total + chunk.token + row] = r;
+      if ((lane & 15) == 0 && row < chunk.rows) args.rq[head * total + chunk.token + row] = r[i];
     }
   } else if (has_token) {
     args.rq[head * total + chunk.token + tid] = 1.f;
@@ -94,13 +101,20 @@ static __global__ void __launch_bounds__(kPrepThreads, kPrepCtasPerSm)
   cp_async_wait<0>();
   fence_proxy_async();
   __syncthreads();
+  float norm[8] = {1.f, 1.f, 1.f, 1.f, 1.f, 1.f, 1.f, 1.f};
+  if (args.l2norm) {
+    uint4 v[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      v[i] = ld_shared_16(k_tile + group_offset<kChunk>(16 * warp + 2 * i + (lane >> 4), lane & 15));
+    reciprocal_norms(norm, v);
+  }
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const int row = 16 * warp + 2 * i + (lane >> 4);
-    const float r = args.l2norm ? reciprocal_norm(ld_shared_16(k_tile + group_offset<kChunk>(row, lane & 15))) : 1.f;
     if ((lane & 15) == 0) {
-      s.rk[row] = r;
-      if (row < chunk.rows) args.rk[head * total + chunk.token + row] = r;
+      s.rk[row] = norm[i];
+      if (row < chunk.rows) args.rk[head * total + chunk.token + row] = norm[i];
     }
   }
 

@@ -222,7 +222,7 @@ static __global__ void __launch_bounds__(kWalkThreads, 1)
   Walk walk = walk_of(args.walk.plan, args.walk.v_heads, args.walk.group, blockIdx.x);
   const Segment segment = args.walk.plan.segment(walk.index);
   if (!segment.opens || unneeded(walk, segment)) return;
-  // The forward has decided which maps vanish. A last segment's adjoint starts from a known one: it may begin late all the same.
+  // The forward has decided which maps vanish. A last segment has none: it may begin late by its own decay.
   bool faded;
   const int count = reach<false>(args, walk, faded);
   if (segment.followed) faded = args.live[int64_t(walk.index) * args.walk.v_heads + walk.v_head] == 0;
