@@ -106,6 +106,9 @@ __device__ __forceinline__ void bulk_wait_read() { asm volatile("cp.async.bulk.w
 
 __device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
+// Starts to bring the line that holds an address of global memory into L2.
+__device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
 // ---- 8x8 matrices between registers and shared memory ----------------------------------------------------------
 
 __device__ __forceinline__ void ldmatrix(uint32_t (&r)[4], uint32_t addr) {
@@ -181,6 +184,13 @@ __device__ __forceinline__ void st_shared_2(uint32_t addr, uint32_t v) {
 __device__ __forceinline__ float ex2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// 1 / x, to a bit or two; flushes denormal results to zero.
+__device__ __forceinline__ float rcp(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
