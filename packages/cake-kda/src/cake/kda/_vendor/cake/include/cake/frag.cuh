@@ -80,14 +80,18 @@ __device__ __forceinline__ float row_sum(float x) {
 __device__ __forceinline__ void row_dots(float (&dot)[2], const float (&acc)[64], uint32_t tile, int row0, int lane) {
   float sum[2][2] = {};
 #pragma unroll
-  for (int s = 0; s < 8; ++s) {
-    uint32_t x[4];
-    ldmatrix(x, frag_address<kChunk>(tile, row0, s, lane));
+  for (int first = 0; first < 8; first += 4) {  // four loads under way at a time
+    uint32_t x[4][4];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      sum[j & 1][0] = fmaf(acc[acc_index(s, j)], bf16_lo(x[j]), sum[j & 1][0]);
-      sum[j & 1][1] = fmaf(acc[acc_index(s, j) + 1], bf16_hi(x[j]), sum[j & 1][1]);
-    }
+    for (int i = 0; i < 4; ++i) ldmatrix(x[i], frag_address<kChunk>(tile, row0, first + i, lane));
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int n = acc_index(first + i, j);
+        sum[j & 1][0] = fmaf(acc[n], bf16_lo(x[i][j]), sum[j & 1][0]);
+        sum[j & 1][1] = fmaf(acc[n + 1], bf16_hi(x[i][j]), sum[j & 1][1]);
+      }
   }
   dot[0] = row_sum(sum[0][0] + sum[0][1]);
   dot[1] = row_sum(sum[1][0] + sum[1][1]);
@@ -98,10 +102,13 @@ template <int kSteps>
 __device__ __forceinline__ void load_scaled(uint32_t (&f)[kSteps][4], uint32_t tile, int row0, const float (&scale)[2],
                                             int lane) {
 #pragma unroll
-  for (int s = 0; s < kSteps; ++s) {
-    ldmatrix(f[s], frag_address<kChunk>(tile, row0, s, lane));
+  for (int first = 0; first < kSteps; first += 4) {  // four loads under way at a time
 #pragma unroll
-    for (int j = 0; j < 4; ++j) f[s][j] = pack_bf16(scale[j & 1] * bf16_lo(f[s][j]), scale[j & 1] * bf16_hi(f[s][j]));
+    for (int s = first; s < first + 4; ++s) ldmatrix(f[s], frag_address<kChunk>(tile, row0, s, lane));
+#pragma unroll
+    for (int s = first; s < first + 4; ++s)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) f[s][j] = pack_bf16(scale[j & 1] * bf16_lo(f[s][j]), scale[j & 1] * bf16_hi(f[s][j]));
   }
 }
 

@@ -21,40 +21,23 @@ __device__ __forceinline__ void load_state(uint32_t tile, uint64_t& full, const 
   }
 }
 
+__device__ __forceinline__ uint4 scaled(uint4 x, float r) {
+  return make_uint4(pack_bf16(r * bf16_lo(x.x), r * bf16_hi(x.x)), pack_bf16(r * bf16_lo(x.y), r * bf16_hi(x.y)),
+                    pack_bf16(r * bf16_lo(x.z), r * bf16_hi(x.z)), pack_bf16(r * bf16_lo(x.w), r * bf16_hi(x.w)));
+}
+
 // x^ = r x in place, on the 16-byte groups that this thread copied itself.
 __device__ __forceinline__ void normalise(uint32_t tile, const float* r, int thread) {
   tile += group_offset<kChunk>(thread / 16, thread % 16);
-#pragma unroll 2
-  for (int i = 0; i < 8; ++i, tile += 8 * kPanelRowBytes) {
-    const float scale = r[thread / 16 + 8 * i];
-    uint4 x = ld_shared_16(tile);
-    x.x = pack_bf16(scale * bf16_lo(x.x), scale * bf16_hi(x.x));
-    x.y = pack_bf16(scale * bf16_lo(x.y), scale * bf16_hi(x.y));
-    x.z = pack_bf16(scale * bf16_lo(x.z), scale * bf16_hi(x.z));
-    x.w = pack_bf16(scale * bf16_lo(x.w), scale * bf16_hi(x.w));
-    st_shared_16(tile, x);
-  }
-}
-
-// A warp's part of <S, R>: the trace of S R^T from 16 x 8 products of which only the diagonals are wanted, still an
-// eighth of the instructions of a plain dot.
-__device__ __forceinline__ float state_dot(uint32_t s, uint32_t r, int warp, int lane) {
-  float upper[4] = {}, lower[4] = {};  // rows 0..7 against rows 0..7, and 8..15 against 8..15
+  r += thread / 16;
 #pragma unroll 1
-  for (int block = 0; block < 2; ++block)
-#pragma unroll 4
-    for (int k = 0; k < 8; ++k) {
-      uint32_t a[4], b[4];
-      ldmatrix(a, frag_address<kHeadDim>(s, 32 * warp + 16 * block, k, lane));
-      ldmatrix(b, frag_address<kHeadDim>(r, 32 * warp + 16 * block, k, lane));
-      mma_bf16(upper, a, b[0], b[2]);
-      mma_bf16(lower, a, b[1], b[3]);
-    }
-  const int row = lane >> 2, column = 2 * (lane & 3);
-  float sum = row == column ? upper[0] + lower[2] : row == column + 1 ? upper[1] + lower[3] : 0.f;
+  for (int i = 0; i < 2; ++i, tile += 32 * kPanelRowBytes, r += 32) {
+    uint4 x[4];  // loads first: shared memory answers late beside the products
 #pragma unroll
-  for (int d = 16; d >= 1; d >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, d);
-  return sum;
+    for (int n = 0; n < 4; ++n) x[n] = ld_shared_16(tile + n * 8 * kPanelRowBytes);
+#pragma unroll
+    for (int n = 0; n < 4; ++n) st_shared_16(tile + n * 8 * kPanelRowBytes, scaled(x[n], r[8 * n]));
+  }
 }
 
 // A thread's place in an accumulator.
@@ -78,11 +61,16 @@ __device__ __forceinline__ void store_rows(uint32_t tile, const float (&acc)[64]
   }
   __syncwarp();
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const int row = me.row0 + 2 * i + (me.lane >> 4), group = me.lane & 15;
-    if (row < rows)
-      *reinterpret_cast<uint4*>(out + int64_t(row) * row_stride + group * 8) =
-          ld_shared_16(tile + group_offset<kChunk>(row, group));
+  for (int first = 0; first < 8; first += 4) {
+    uint4 x[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      x[i] = ld_shared_16(tile + group_offset<kChunk>(me.row0 + 2 * (first + i) + (me.lane >> 4), me.lane & 15));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int row = me.row0 + 2 * (first + i) + (me.lane >> 4);
+      if (row < rows) *reinterpret_cast<uint4*>(out + int64_t(row) * row_stride + (me.lane & 15) * 8) = x[i];
+    }
   }
 }
 
@@ -91,15 +79,18 @@ __device__ __forceinline__ void norm_backward(float (&acc)[64], const float (&do
                                               const Lane& me) {
   const float scale[2] = {r[me.row(0)], r[me.row(1)]};
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    uint32_t x[4];
-    ldmatrix(x, frag_address<kChunk>(tile, me.row0, i, me.lane));
+  for (int first = 0; first < 8; first += 4) {
+    uint32_t x[4][4];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const int n = acc_index(i, j), h = j & 1;
-      acc[n] = scale[h] * (acc[n] - bf16_lo(x[j]) * dot[h]);
-      acc[n + 1] = scale[h] * (acc[n + 1] - bf16_hi(x[j]) * dot[h]);
-    }
+    for (int i = 0; i < 4; ++i) ldmatrix(x[i], frag_address<kChunk>(tile, me.row0, first + i, me.lane));
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int n = acc_index(first + i, j), h = j & 1;
+        acc[n] = scale[h] * (acc[n] - bf16_lo(x[i][j]) * dot[h]);
+        acc[n + 1] = scale[h] * (acc[n + 1] - bf16_hi(x[i][j]) * dot[h]);
+      }
   }
 }
 

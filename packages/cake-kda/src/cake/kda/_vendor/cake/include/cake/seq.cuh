@@ -32,8 +32,10 @@ struct Scalars {
     const int batch = token / tokens_per_batch;
     const int64_t i =
         batch * view.batch_stride + (token - batch * tokens_per_batch) * view.token_stride + head * view.head_stride;
-    return is_bf16 ? __bfloat162float(static_cast<const __nv_bfloat16*>(view.data)[i])
-                   : static_cast<const float*>(view.data)[i];
+    // Bits, so that a caller can have the load on its way.
+    const uint32_t bits = is_bf16 ? static_cast<uint32_t>(static_cast<const uint16_t*>(view.data)[i]) << 16
+                                  : static_cast<const uint32_t*>(view.data)[i];
+    return __uint_as_float(bits);
   }
 };
 
