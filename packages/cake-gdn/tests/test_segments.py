@@ -11,7 +11,7 @@ from cake.core import segments as planner
 from cake.core.testing import assert_bitwise_equal, poisoned_empty, relative_error
 from cake.gdn import _segments, _stages, chunk_gated_delta_rule, plan, reference
 
-LENGTHS = (300, 0, 64, 450, 30)
+LENGTHS = (200, 0, 64, 330, 30)
 
 
 @pytest.fixture
