@@ -24,6 +24,8 @@ CLANG_FORMAT = "clang-format==23.1.5"
 TESTING = ["pytest>=8", "pytest-xdist>=3.5", "pytest-timeout>=2.3", "numpy"]
 DEMO = ["matplotlib>=3.8", "plotext==5.3.2"]
 TYPING = ["mypy==2.4.1"]
+FRAMEWORKS = ["transformers>=5", "flash-linear-attention>=0.5.2,<0.7", "triton; platform_system == 'Linux'"]
+DOCUMENTING = ["pdoc>=15"]
 FIND_NVCC = """
 from cake.core import ToolchainError, toolchain
 try:
@@ -163,6 +165,31 @@ def compat(session: nox.Session) -> None:
     session.install("-q", *BUILDING)
     words = session.posargs if "--" in session.posargs else [*session.posargs, "--", "-n", workers()]
     session.run("python", "-u", "tools/compat.py", "--torch", TORCH, *words)
+
+
+@nox.session(venv_backend="none")
+def frameworks(session: nox.Session) -> None:
+    """Models of transformers, and flash-linear-attention itself, run through cake on this machine."""
+    python = shared_python(session, *TESTING, *FRAMEWORKS)
+    where = ["tests/frameworks", *(str(p) for p in sorted(ROOT.glob("packages/*/tests/test_fla.py")))]
+    marks = [] if shutil.which("nvidia-smi") else ["-m", "not gpu"]
+    run(
+        session,
+        python,
+        "-m",
+        "pytest",
+        "-n",
+        workers(),
+        "--timeout=900",
+        *(session.posargs or [*marks, *where]),
+    )
+
+
+@nox.session(venv_backend="none")
+def api(session: nox.Session) -> None:
+    """The API reference, made of the docstrings, in build/api."""
+    python = shared_python(session, *DOCUMENTING)
+    run(session, python, "tools/api_reference.py", *(session.posargs or ["build/api"]))
 
 
 @nox.session(venv_backend="none")
