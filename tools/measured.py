@@ -108,10 +108,25 @@ def memory(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def repeat(results: dict[str, Any]) -> str:
+    """The same documents with grouped heads, and with q and k repeated to the heads of v."""
+    lines = ["| (H, HV) | fwd, ms | fwd+bwd, ms |", "|---|---|---|"]
+    for shape in ("M", "M-repeated"):
+        heads = rows(results, shape=shape)[0]["heads"]
+        det = {"shape": shape, "arm": "cake-det"}
+        figures = [
+            cell(results, "gpu_ms", **det, **{"pass": "fwd"}),
+            cell(results, "gpu_ms", **det, mode="save", **{"pass": "fwd+bwd"}),
+        ]
+        lines.append(f"| ({heads[0]}, {heads[1]}) | {' | '.join(figures)} |")
+    return "\n".join(lines)
+
+
 TABLES: dict[str, tuple[Path, Callable[[dict[str, Any]], str]]] = {
     "gdn-shapes": (GDN, shapes),
     "gdn-stages": (GDN, stages),
     "gdn-memory": (GDN, memory),
+    "gdn-repeat": (GDN, repeat),
 }
 
 
