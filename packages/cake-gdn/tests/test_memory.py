@@ -1,4 +1,4 @@
-"""What a forward keeps is what docs/memory.md says, to the byte; steps of new lengths leave nothing behind."""
+"""What a forward keeps is what docs/memory.md says, to the byte; steps of new lengths leave nothing."""
 
 from __future__ import annotations
 
