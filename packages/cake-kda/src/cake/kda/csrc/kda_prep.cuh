@@ -241,25 +241,32 @@ __device__ __forceinline__ void add_level(float (&acc)[4], const PrepShared& s, 
   add_pairs<1, 1, w == 1 ? Left::kBorder : Left::kOthers>(&acc, s, {left + w}, {left}, left | (w - 1), lane);
 }
 
-// Stores what a product says of row i: A in columns j0 and j1 where they belong to it.
-__device__ __forceinline__ void put_pairs(PrepShared& s, const float (&acc)[4], int i, const int (&j)[2],
-                                          const bool (&keep)[2]) {
+// Stores what a product says of row i in columns j (even) and j + 1. What isn't below the diagonal gets what P has there; L's
+// place there is free.
+__device__ __forceinline__ void put_pairs(PrepShared& s, const float (&acc)[4], int i, int j, bool below0 = true,
+                                          bool below1 = true) {
+  const float2 r = *reinterpret_cast<const float2*>(s.rk + j);
   const float rq = s.rq[i], rk = s.rk[i] * s.beta[i];
-#pragma unroll
-  for (int e = 0; e < 2; ++e) {
-    if (!keep[e]) continue;
-    const float r = s.rk[j[e]];
-    *reinterpret_cast<__nv_bfloat16*>(s.pairs.p + group_offset<kChunk>(i, j[e] >> 3) + 2 * (j[e] & 7)) =
-        __float2bfloat16_rn(rq * r * acc[e]);
-    s.pairs.l[i * kTriStride + j[e]] = rk * r * acc[2 + e];
-  }
+  const float p0 = below0 ? rq * r.x * acc[0] : i == j ? s.diagonal[i] : 0.f;
+  const float p1 = below1 ? rq * r.y * acc[1] : i == j + 1 ? s.diagonal[i] : 0.f;
+  st_shared_4(smem_addr(s.pairs.p) + pair_offset<kChunk>(i, j), pack_bf16(p0, p1));
+  *reinterpret_cast<float2*>(s.pairs.l + i * kTriStride + j) = make_float2(rk * r.x * acc[2], rk * r.y * acc[3]);
+}
+
+__device__ __forceinline__ void put_p(PrepShared& s, int i, int j, float p) {
+  *reinterpret_cast<__nv_bfloat16*>(s.pairs.p + group_offset<kChunk>(i, j >> 3) + 2 * (j & 7)) = __float2bfloat16_rn(p);
 }
 
 template <int w>
 __device__ __forceinline__ void put_level(PrepShared& s, const float (&acc)[4], int row0, int lane) {
-  const int g = lane >> 2, t = lane & 3;
-  put_pairs(s, acc, row0 + left_row<w>(g) + w, {row0 + left_row<w>(2 * t), row0 + left_row<w>(2 * t + 1)},
-            {g / w == 2 * t / w, g / w == (2 * t + 1) / w});
+  const int g = lane >> 2, t = lane & 3, i = row0 + left_row<w>(g) + w;
+  if constexpr (w > 1) {
+    if (g / w == 2 * t / w) put_pairs(s, acc, i, row0 + left_row<w>(2 * t));
+  } else if (g / 2 == t) {  // nodes of two rows
+    const float rk = s.rk[i - 1];
+    put_p(s, i, i - 1, s.rq[i] * rk * (g & 1 ? acc[1] : acc[0]));
+    s.pairs.l[i * kTriStride + i - 1] = s.rk[i] * s.beta[i] * rk * (g & 1 ? acc[3] : acc[2]);
+  }
 }
 
 // ---- rows --------------------------------------------------------------------------------------------------------
@@ -377,28 +384,21 @@ static __global__ void __launch_bounds__(kPrepThreads, kPrepCtasPerSm)
   __syncthreads();
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
-    const int left = left64 + 8 * j + 2 * t;
-    put_pairs(s, acc64[j], right64 + g, {left, left + 1}, {true, true});
-    put_pairs(s, acc64[2 + j], right64 + 8 + g, {left, left + 1}, {true, true});
-    put_pairs(s, acc32[j], right32 + g, {left32 + 8 * j + 2 * t, left32 + 8 * j + 2 * t + 1}, {true, true});
+    put_pairs(s, acc64[j], right64 + g, left64 + 8 * j + 2 * t);
+    put_pairs(s, acc64[2 + j], right64 + 8 + g, left64 + 8 * j + 2 * t);
+    put_pairs(s, acc32[j], right32 + g, left32 + 8 * j + 2 * t);
   }
   if (narrow) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-#pragma unroll
-      for (int j = 0; j <= i; ++j) {
-        const int right = 8 * i + g, left = 8 * j + 2 * t;
-        put_pairs(s, own[2 * i + j], row0 + right, {row0 + left, row0 + left + 1}, {right > left, right > left + 1});
-      }
+    put_pairs(s, own[0], row0 + g, row0 + 2 * t, g > 2 * t, g > 2 * t + 1);
+    put_pairs(s, own[2], row0 + 8 + g, row0 + 2 * t);
+    put_pairs(s, own[3], row0 + 8 + g, row0 + 8 + 2 * t, g > 2 * t, g > 2 * t + 1);
   } else {
     put_level<8>(s, own[0], row0, lane);
     put_level<4>(s, own[1], row0, lane);
     put_level<2>(s, own[2], row0, lane);
     put_level<1>(s, own[3], row0, lane);
+    if (lane < 16) put_p(s, row0 + lane, row0 + lane, s.diagonal[row0 + lane]);
   }
-  if (tid < kChunk)
-    *reinterpret_cast<__nv_bfloat16*>(s.pairs.p + group_offset<kChunk>(tid, tid >> 3) + 2 * (tid & 7)) =
-        __float2bfloat16_rn(s.diagonal[tid]);
   fence_proxy_async();
   __syncthreads();
   if (tid == 0) {
