@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from cake.core import cp
 from cake.core.cp import _exchange
 from cake.core.testing import Limit, Ranks, assert_bitwise_equal, assert_within, error_report
-from cake.gdn import build_kcp_context, chunk_gated_delta_rule, kcp_chunk_gated_delta_rule, last_route
+from cake.gdn import _torch, build_kcp_context, chunk_gated_delta_rule, kcp_chunk_gated_delta_rule, last_route
 
 LIMITS = {"o": 5e-3, "dq": 6e-3, "dk": 6e-3, "dv": 6e-3, "dg": 6e-3, "dbeta": 6e-3}
 ORDINARY_DG = 0.02
@@ -28,14 +28,21 @@ PACKS = {
 
 
 def part(group, tensors, bounds, how, options):
-    """One rank's forward and backward: results of its tokens, in local order."""
+    """One rank's forward and backward: results of its tokens, in local order.
+
+    The option `joint` has the stages walk all sequences at once, as kernels do.
+    """
+    options = dict(options)
+    joint = options.pop("joint", False)
     context = build_kcp_context(bounds, group, **how)
     inputs = {name: context.shard(x).detach().requires_grad_() for name, x in tensors.items() if name != "do"}
-    o, none = kcp_chunk_gated_delta_rule(
-        **inputs, cp_context=context, use_qk_l2norm_in_kernel=True, **options
-    )
-    assert none is None
-    gradients = torch.autograd.grad(o, list(inputs.values()), context.shard(tensors["do"]))
+    with pytest.MonkeyPatch().context() as change:
+        change.setattr(_torch, "SELECTIONS", not joint)
+        o, none = kcp_chunk_gated_delta_rule(
+            **inputs, cp_context=context, use_qk_l2norm_in_kernel=True, **options
+        )
+        assert none is None
+        gradients = torch.autograd.grad(o, list(inputs.values()), context.shard(tensors["do"]))
     names = ["o", *(f"d{name}" for name in inputs)]
     results = dict(zip(names, (o.detach(), *gradients), strict=True))
     return results, context.fragments, context.boundaries, str(last_route())
@@ -127,11 +134,23 @@ class TestAccuracy:
         case, given = tensors(bounds, heads=(2, 2), gate=-0.02)
         assert_accurate(case, ranks.values(part, given, bounds, {"fragments": fragments}, {}, world=world))
 
-    def test_a_rank_without_tokens(self, ranks, tensors, assert_accurate):
+    @pytest.mark.parametrize("pack", ["one document", "short ones"])
+    @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+    def test_all_sequences_at_once(self, ranks, tensors, assert_accurate, layout, pack):
+        bounds = PACKS[pack]
+        for world, heads in zip(WORLDS[1:], [(1, 1), (2, 4), (2, 2)], strict=True):
+            case, given = tensors(bounds, heads=heads, gate="ordinary" if world == 2 else -0.01)
+            how = {"layout": layout}
+            for options in ({"joint": True}, {"joint": True, "recompute_state": True}):
+                parts = ranks.values(part, given, bounds, how, options, world=world)
+                assert_accurate(case, parts)
+
+    @pytest.mark.parametrize("joint", [False, True])
+    def test_a_rank_without_tokens(self, ranks, tensors, assert_accurate, joint):
         bounds = (0, 10, 200)
         case, given = tensors(bounds)
         how = {"fragments": [[(0, 90)], [], [(90, 200)]]}
-        parts = ranks.values(part, given, bounds, how, {}, world=3)
+        parts = ranks.values(part, given, bounds, how, {"joint": joint}, world=3)
         assert parts[1][0]["dq"].shape == (1, 0, 1, 128)
         assert_accurate(case, parts)
 
@@ -402,7 +421,8 @@ class TestFla:
     def test_accuracy(self, ranks, tensors, assert_accurate, layout, pack):
         for world in (1, 2, 3, 4):
             case, given = tensors(PACKS[pack], heads=(1, 2), gate=-0.01)
-            parts = ranks.values(under_fla, given, PACKS[pack], layout, False, world=world)
+            joint = world == 3
+            parts = ranks.values(under_fla, given, PACKS[pack], layout, False, joint, world=world)
             assert_accurate(case, parts)
             assert {route for *_, route in parts} == {
                 "flash-linear-attention's context parallelism, det, torch, states saved"
@@ -444,7 +464,7 @@ def fla_context(bounds, group, layout):
     return kind(**common, front_num_seqs=counts[0], part_len=share, **edges)
 
 
-def under_fla(group, tensors, bounds, layout, theirs):
+def under_fla(group, tensors, bounds, layout, theirs, joint=False):
     ours = build_kcp_context(bounds, group, layout=layout)
     if theirs:
         from fla.ops.cp import build_cp_context
@@ -456,9 +476,13 @@ def under_fla(group, tensors, bounds, layout, theirs):
     else:
         context = fla_context(bounds, group, layout)
     inputs = {name: ours.shard(x).detach().requires_grad_() for name, x in tensors.items() if name != "do"}
-    o, _ = chunk_gated_delta_rule(**inputs, cp_context=context, use_qk_l2norm_in_kernel=True, variant="fast")
-    route = str(last_route())
-    gradients = torch.autograd.grad(o, list(inputs.values()), ours.shard(tensors["do"]))
+    with pytest.MonkeyPatch().context() as change:
+        change.setattr(_torch, "SELECTIONS", not joint)
+        o, _ = chunk_gated_delta_rule(
+            **inputs, cp_context=context, use_qk_l2norm_in_kernel=True, variant="fast"
+        )
+        route = str(last_route())
+        gradients = torch.autograd.grad(o, list(inputs.values()), ours.shard(tensors["do"]))
     results = {"o": o.detach()} | {f"d{name}": x for name, x in zip(inputs, gradients, strict=True)}
     return results, ours.fragments, ours.boundaries, route
 
@@ -541,10 +565,8 @@ class TestRefusals:
             chunk_gated_delta_rule(**arguments, cp_context=any_context, **options)
 
     def test_a_backend_without_the_stages(self, any_context, arguments, monkeypatch):
-        from cake.gdn import _stages
-
-        monkeypatch.setattr(_stages, "backend_name", lambda device: "cuda")
-        with pytest.raises(NotImplementedError, match=r"by the torch backend alone, got .* backend 'cuda'"):
+        monkeypatch.delattr(_torch, "transfer")
+        with pytest.raises(NotImplementedError, match="cp_context isn't served by the torch backend"):
             chunk_gated_delta_rule(**arguments, cp_context=any_context)
 
     def test_kcp_alone(self, arguments, context):

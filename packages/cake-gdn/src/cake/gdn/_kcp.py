@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from cake.core import cp
 from cake.core.checks import check_saved
 from cake.core.launch import loadable, running_on
+from cake.core.segments import Segments
 from cake.core.sequences import Sequences
 from cake.gdn import _route, _stages
 from cake.gdn._autograd import Call
@@ -23,6 +24,8 @@ from cake.gdn._stages import Prep
 
 FP32 = torch.float32
 _PREP = ("t", "b", "rq", "rk", "plan")
+# What a walk leaves: of each role, or of all sequences at once.
+_TAPES = (*cp.ROLES, "all", "live")
 
 
 # No tracer sees an exchange.
@@ -60,13 +63,13 @@ class _UnderContext(torch.autograd.Function):
     ) -> torch.Tensor:
         recompute = call.route.recompute_state
         o, prep, made = _forward(q, k, v, g, beta, call, context, save=not recompute)
-        saved = {"q": q, "k": k, "v": v, "beta": beta, "maps": made.maps}
+        saved = {"q": q, "k": k, "v": v, "beta": beta, "maps": made.maps, **made.tapes}
         # Only walking again needs their values.
         saved["entering"] = made.entering if recompute else None
         if recompute or prep is None:
             saved["g"] = g
         else:
-            saved |= {name: getattr(prep, name) for name in _PREP} | made.tapes
+            saved |= {name: getattr(prep, name) for name in _PREP}
         ctx.call, ctx.context, ctx.g_dtype = call, context, g.dtype
         ctx.made = {name: None if x is None else (x.shape, x.dtype, x.device) for name, x in saved.items()}
         ctx.save_for_backward(*saved.values())
@@ -76,7 +79,7 @@ class _UnderContext(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, do: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: Call = ctx.call
-        plan = ctx.context.plan
+        context: cp.Call = ctx.context
         saved: dict[str, Any] = dict(zip(ctx.made, ctx.saved_tensors, strict=True))
         for name, made in ctx.made.items():
             if made is not None:
@@ -88,12 +91,20 @@ class _UnderContext(torch.autograd.Function):
             if "t" in saved:
                 prep = Prep(*(saved[name] for name in _PREP))
             elif call.seqs.total:
-                prep = stages.prep(q, k, saved["g"].float(), beta, call.seqs, l2norm=call.l2norm)
-            walks = _Walks(stages, call, q, k, v, beta, prep, do=loadable(do))
-            tapes = {role: saved[role] for role in plan.roles if role in saved}
-            forward = cp.Forward(tapes=tapes, entering=saved["entering"], maps=saved["maps"])
-            cp.backward(plan, walks, ctx.context.group, forward)
-        dq, dk, dv, dbeta, dg = walks.gradients
+                prep = _prepare(stages, q, k, saved["g"], beta, call, context)
+            made = cp.Forward(
+                tapes={name: saved[name] for name in _TAPES if name in saved},
+                entering=saved["entering"],
+                maps=saved["maps"],
+            )
+            if _in_parts(stages):
+                walks = _Walks(stages, call, q, k, v, beta, prep, do=loadable(do))
+                cp.backward(context.plan, walks, context.group, made)
+                dq, dk, dv, dbeta, dg = walks.gradients
+            else:
+                joint = _JointWalks(stages, call, q, k, v, beta, prep, do=loadable(do))
+                cp.backward_jointly(context.plan, joint, context.group, made)
+                dq, dk, dv, dbeta, dg = joint.gradients
         grads = (dq, dk, dv, dg.to(ctx.g_dtype), dbeta.to(beta.dtype))
         wanted = ctx.needs_input_grad
         return (*(x if need else None for x, need in zip(grads, wanted, strict=False)), None, None)
@@ -113,10 +124,33 @@ def _forward(
     stages = _stages.stages(call.route.backend)
     with running_on(v.device):
         # A rank without tokens walks nothing; it exchanges all the same.
-        prep = stages.prep(q, k, g.float(), beta, call.seqs, l2norm=call.l2norm) if call.seqs.total else None
-        walks = _Walks(stages, call, q, k, v, beta, prep)
-        made = cp.forward(context.plan, walks, context.group, save=save)
-    return walks.o, prep, made
+        prep = _prepare(stages, q, k, g, beta, call, context) if call.seqs.total else None
+        if _in_parts(stages):
+            walks = _Walks(stages, call, q, k, v, beta, prep)
+            return walks.o, prep, cp.forward(context.plan, walks, context.group, save=save)
+        joint = _JointWalks(stages, call, q, k, v, beta, prep)
+        made = cp.forward_jointly(context.plan, joint, context.group, save=save)
+        return joint.o, prep, made
+
+
+def _in_parts(stages: ModuleType) -> bool:
+    """Whether a backend walks a part of a call's sequences."""
+    return getattr(stages, "SELECTIONS", False)
+
+
+def _prepare(
+    stages: ModuleType,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    call: Call,
+    context: cp.Call,
+) -> Prep:
+    plan = context.plan
+    seqs = plan.segments if plan.forward.tiles and not _in_parts(stages) else call.seqs
+    prep: Prep = stages.prep(q, k, g.float(), beta, seqs, l2norm=call.l2norm)
+    return prep
 
 
 class _Walks:
@@ -224,4 +258,109 @@ class _Walks:
         self, b: torch.Tensor, m: torch.Tensor, chains: Any, n_out: int, *, transposed: bool
     ) -> torch.Tensor:
         states: torch.Tensor = self._stages.merge(b, m, chains, n_out, transposed=transposed)
+        return states
+
+
+class _JointWalks:
+    """The stages with a call's tensors, for all sequences at once: see `cake.core.cp.JointWalks`."""
+
+    def __init__(
+        self,
+        stages: ModuleType,
+        call: Call,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        beta: torch.Tensor,
+        prep: Prep | None,
+        *,
+        do: torch.Tensor | None = None,
+    ):
+        self.heads, self.device = v.shape[2], v.device
+        self._stages, self._call, self._prep = stages, call, prep
+        self._q, self._k, self._v, self._beta = q, k, v, beta
+        # What a rank without tokens is left with.
+        if do is None:
+            self.o = v.new_empty(v.shape)
+        else:
+            self._do = do
+            self.gradients: tuple[torch.Tensor, ...] = ()
+            if not call.seqs.total:
+                dbeta = v.new_empty(v.shape[:3], dtype=FP32)
+                self.gradients = (*(x.new_empty(x.shape) for x in (q, k, v)), dbeta, dbeta)
+
+    def scan(self, seqs: Sequences, entering: torch.Tensor | None, *, save: bool, output: bool) -> Any:
+        o, _, tape = self._stages.scan(
+            self._q,
+            self._k,
+            self._v,
+            self._beta,
+            self._prep,
+            seqs,
+            scale=self._call.scale,
+            entering=entering,
+            save_states=save,
+            need_output=output,
+        )
+        if output:
+            self.o = o
+        return tape
+
+    def transfer(self, segments: Segments) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        maps: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = self._stages.transfer(
+            self._k, self._v, self._beta, self._prep, segments, least=self._call.least
+        )
+        return maps
+
+    def adj(self, seqs: Sequences, leaving: torch.Tensor | None) -> Any:
+        self._y, tape, _ = self._stages.adj(
+            self._q,
+            self._k,
+            self._do,
+            self._beta,
+            self._prep,
+            seqs,
+            scale=self._call.scale,
+            leaving=leaving,
+        )
+        return tape
+
+    def adj_transfer(self, segments: Segments, live: torch.Tensor) -> torch.Tensor:
+        b: torch.Tensor = self._stages.adj_transfer(
+            self._q,
+            self._k,
+            self._do,
+            self._beta,
+            self._prep,
+            segments,
+            live,
+            scale=self._call.scale,
+            least=self._call.least,
+        )
+        return b
+
+    def out(self, seqs: Sequences, tape: Any, adj_tape: Any, *, edge: bool) -> None:
+        self.gradients = self._stages.out(
+            self._q,
+            self._k,
+            self._v,
+            self._do,
+            self._y,
+            self._beta,
+            self._prep,
+            tape,
+            adj_tape,
+            seqs,
+            scale=self._call.scale,
+            l2norm=self._call.l2norm,
+            states_edge=edge,
+            adj_edge=edge,
+        )
+
+    def merge(
+        self, b: torch.Tensor, m: torch.Tensor, chains: Any, n_out: int, *, transposed: bool
+    ) -> torch.Tensor:
+        states: torch.Tensor = self._stages.merge(
+            b.contiguous(), m.contiguous(), chains, n_out, transposed=transposed
+        )
         return states

@@ -37,9 +37,9 @@ them:
 into=None) -> (dq, dk, dv, dbeta, dg)``
     The parallel rest of the backward; dq, dk, dv bf16, dbeta and dg fp32. dv may take over y's storage.
 
-In the torch twins `seqs` may also be a selection of the call's sequences (`Sequences.select`): the walks and
-`out` then write its tokens alone, into `o`, `y` and `into` = (dq, dk, dv, dbeta, dg), and number their tapes
-by the selection; `prep` is always the whole call's.
+Where a backend says `SELECTIONS`, as the torch twins do, `seqs` may also be a selection of the call's
+sequences (`Sequences.select`): the walks and `out` then write its tokens alone, into `o`, `y` and `into` =
+(dq, dk, dv, dbeta, dg), and number their tapes by the selection; `prep` is always the whole call's.
 """
 
 from __future__ import annotations
@@ -96,10 +96,8 @@ def check_context(backend: str) -> None:
     Raises:
         NotImplementedError: no stages for sequences that other ranks go on with.
     """
-    if backend != "torch":
-        raise NotImplementedError(
-            f"cp_context is served by the torch backend alone, got tensors for the backend {backend!r}"
-        )
+    if not hasattr(stages(backend), "transfer"):
+        raise NotImplementedError(f"cp_context isn't served by the {backend} backend")
 
 
 def stages(backend: str) -> ModuleType:

@@ -26,6 +26,9 @@ from cake.gdn.plan import CHUNK, Sequences
 
 __all__ = ["adj", "adj_transfer", "chain", "merge", "out", "prep", "scan", "transfer"]
 
+#: `scan`, `adj` and `out` take a part of a call's sequences.
+SELECTIONS = True
+
 BF16 = torch.bfloat16
 LOG2E = 1.4426950408889634
 MIN_LOG_DECAY = -88.0

@@ -91,8 +91,8 @@ def chunk_gated_delta_rule(
         segments: into how many segments of whole chunks each sequence is cut, to be walked at once: 1 for
             none, at most its chunks, and more where one would be longer than 128 chunks. By default
             `cake.core.segments.plan` decides, from the lengths and HV alone; where the boundaries of several
-            sequences are on the GPU alone, `plan_unseen` does from T, N and HV, and gives other bits. Beta from 0
-            to 2 is taken for granted where a call with `use_qk_l2norm_in_kernel` is cut.
+            sequences are on the GPU alone, `plan_unseen` does from T, N and HV, and gives other bits. Beta
+            from 0 to 2 is taken for granted where a call with `use_qk_l2norm_in_kernel` is cut.
         packing_invariant: plan each sequence as if it were alone in the call. Of several sequences the host
             must know the boundaries.
 
@@ -104,7 +104,7 @@ def chunk_gated_delta_rule(
         TypeError: not a tensor or a number, a wrong dtype, an unknown argument.
         ValueError: a wrong shape, device, stride or alignment, boundaries that don't fit, arguments that
             contradict each other; also an initial or final state under a context.
-        NotImplementedError: `cp_context` on a GPU or with `segments`, `chunk_indices`, `head_first`, another
+        NotImplementedError: `segments` under `cp_context`, `chunk_indices`, `head_first`, another
             chunk size, a device without kernels. Every check comes before any launch.
 
     Gradients: for q, k, v, g, beta, A_log, dt_bias and initial_state, in their dtypes, where asked for. A

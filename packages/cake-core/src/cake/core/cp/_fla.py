@@ -204,7 +204,7 @@ def fla_plan(
     )
     return Plan(
         seqs=seqs,
-        roles={name: seqs.select(ids) if ids else None for name, ids in mine.items()},
+        ids={name: tuple(ids) for name, ids in mine.items()},
         forward=forward,
         backward=backward,
         collective=world_size > 1,

@@ -8,20 +8,18 @@ slots where they aren't zero.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from cake.core.cp._exchange import Exchange
-from cake.core.cp._plan import ROLES, Direction, Plan
+from cake.core.cp._plan import ENTERED, LEFT, ROLES, Direction, Plan
 from cake.core.sequences import Sequences
 from cake.core.state_chain import Step
 
 __all__ = ["Forward", "Walks", "backward", "forward"]
-
-#: Roles whose sequences a state enters, and whose sequences an adjoint of the final state enters from behind.
-ENTERED, LEFT = ("middle", "last"), ("first", "middle")
 
 
 class Walks(Protocol):
@@ -106,28 +104,24 @@ def forward(plan: Plan, walks: Walks, group: Any, *, save: bool) -> Forward:
 
     exchange = None
     if d.tiles:
-        exchange = _exchange("forward", plan, walks, group)
+        exchange = exchange_of("forward", plan, walks, group)
         # The walk of a first piece is the real one: nothing enters it.
         ends = [scan("first", final=True)]
         own_maps = None
         if roles["middle"] is not None:
             b, own_maps = walks.transfer(roles["middle"])
             ends.append(b)
-        _fill(exchange, plan, d, ends, own_maps)
+        fill(exchange, plan, d, ends, own_maps)
         exchange.start()
     scan("alone")
     entering = maps = None
     if exchange is not None:
-        gathered = exchange.wait()
-        b, m = _halves(gathered, plan)
+        b, m = halves(exchange.wait(), plan)
         if d.chains:
             entering = walks.merge(b, m, d.chains, d.receivers, transposed=False)
             for role, states_in in zip(ENTERED, _split(entering, plan, ENTERED), strict=True):
                 scan(role, states_in)
-        if plan.joined:
-            maps = own_maps
-        elif plan.kept:
-            maps = m[list(plan.kept)]
+        maps = own_maps if plan.joined else kept_of(plan, m)
     return Forward(tapes=tapes, entering=entering, maps=maps)
 
 
@@ -164,13 +158,13 @@ def backward(plan: Plan, walks: Walks, group: Any, made: Forward) -> None:
 
     exchange = None
     if d.tiles:
-        exchange = _exchange("backward", plan, walks, group)
+        exchange = exchange_of("backward", plan, walks, group)
         ends: list[torch.Tensor | None] = []
         if roles["middle"] is not None:
             ends.append(walks.adj_transfer(roles["middle"]))
         # The walk of a last piece is the real one.
         ends.append(adj("last", need_dh0=True))
-        _fill(exchange, plan, d, ends, None if made.maps is None or not plan.joined else made.maps.mT)
+        fill(exchange, plan, d, ends, None if made.maps is None or not plan.joined else made.maps.mT)
         exchange.start()
     for role in ROLES:
         walk_again(role)
@@ -178,7 +172,7 @@ def backward(plan: Plan, walks: Walks, group: Any, made: Forward) -> None:
     for role in ("alone", "last"):
         out(role)
     if exchange is not None:
-        b, m = _halves(exchange.wait(), plan)
+        b, m = halves(exchange.wait(), plan)
         if d.chains:
             if not plan.joined:
                 m = b[:0] if made.maps is None else made.maps
@@ -188,7 +182,8 @@ def backward(plan: Plan, walks: Walks, group: Any, made: Forward) -> None:
                 out(role)
 
 
-def _exchange(kind: str, plan: Plan, walks: Walks, group: Any) -> Exchange:
+def exchange_of(kind: str, plan: Plan, walks: Any, group: Any) -> Exchange:
+    """The exchange of one direction."""
     return Exchange(
         kind,
         (plan.forward if kind == "forward" else plan.backward).tiles,
@@ -202,22 +197,32 @@ def _exchange(kind: str, plan: Plan, walks: Walks, group: Any) -> Exchange:
     )
 
 
-def _fill(
+def fill(
     exchange: Exchange,
     plan: Plan,
     direction: Direction,
-    ends: list[torch.Tensor | None],
+    ends: Sequence[torch.Tensor | None],
     maps: torch.Tensor | None,
 ) -> None:
-    b, m = _halves(exchange.tiles(), plan)
-    given = [x for x in ends if x is not None]
-    if given:
-        b[list(direction.b)] = torch.cat(given)
-    if maps is not None and direction.m:
-        m[list(direction.m)] = maps
+    """Writes this rank's tiles: `ends` hold the B of its senders, `maps` the M of its middle pieces.
+
+    One by one: an index of many would be copied to a GPU, which waits for it.
+    """
+    b, m = halves(exchange.tiles(), plan)
+    rows = [row for x in ends if x is not None for row in x]
+    for tile, row in zip(direction.b, rows, strict=True):
+        b[tile].copy_(row)
+    if maps is not None:
+        for tile, row in zip(direction.m, maps, strict=False):
+            m[tile].copy_(row)
 
 
-def _halves(tiles: torch.Tensor, plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
+def kept_of(plan: Plan, maps: torch.Tensor) -> torch.Tensor | None:
+    """The maps that the backward merges with, of all that the forward gathered."""
+    return torch.stack([maps[tile] for tile in plan.kept]) if plan.kept else None
+
+
+def halves(tiles: torch.Tensor, plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
     """Tiles of B and tiles of M."""
     return (tiles[..., :128], tiles[..., 128:]) if plan.joined else (tiles, tiles)
 

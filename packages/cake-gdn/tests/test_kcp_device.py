@@ -1,0 +1,62 @@
+"""Contexts on every device: chains of pieces in any order on one rank, which has nobody to ask."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import pytest
+import torch
+
+from cake.core.testing import poisoned_empty
+from cake.gdn import _torch, build_kcp_context, kcp_chunk_gated_delta_rule, last_route
+
+BOUNDS = (0, 3, 403, 403, 1000, 1064)
+CUTS = (0, 3, 100, 164, 300, 403, 640, 700, 900, 1000, 1032, 1064)
+
+
+@pytest.fixture(params=[True, False], ids=["in parts", "at once"])
+def walk(request, monkeypatch, device):
+    """Runs a case with its tokens in another order, and returns results in the pack's."""
+    if device.type == "cuda" and request.param:
+        pytest.skip("the kernels walk all sequences at once")
+    monkeypatch.setattr(_torch, "SELECTIONS", request.param)
+
+    def run(case, seed=0, **options):
+        pieces = list(pairwise(CUTS))
+        random.Random(seed).shuffle(pieces)
+        context = build_kcp_context(BOUNDS, fragments=[pieces])
+        inputs = {name: context.shard(x).detach().requires_grad_() for name, x in case.tensors().items()}
+        o, _ = kcp_chunk_gated_delta_rule(
+            **inputs, cp_context=context, use_qk_l2norm_in_kernel=True, **options
+        )
+        gradients = torch.autograd.grad(o, list(inputs.values()), context.shard(case.do))
+        order = torch.cat([torch.arange(*piece) for piece in pieces]).argsort().to(o.device)
+        names = ["o", *(f"d{name}" for name in inputs)]
+        return {name: x.detach()[:, order] for name, x in zip(names, (o, *gradients), strict=True)}
+
+    return run
+
+
+@pytest.fixture
+def lengths():
+    return tuple(end - start for start, end in pairwise(BOUNDS))
+
+
+@pytest.mark.parametrize("gate", ["ordinary", -0.01, 0.0, "model"], ids=str)
+@pytest.mark.parametrize("heads", [(1, 1), (2, 4)], ids=str)
+def test_accuracy(make, walk, assert_accurate, lengths, gate, heads):
+    case = make(lengths, heads=heads, gate=gate, state=False)
+    with poisoned_empty():
+        got = walk(case)
+    assert last_route().path == "kcp"
+    # Under slow decay dg is nearly one sum for all tokens, and so is its error.
+    assert_accurate(case, got, 1.6 if gate in (-0.01, 0.0) else 1.0)
+
+
+def test_recomputed_states(make, walk, assert_same_bits, lengths):
+    case = make(lengths, heads=(2, 4), gate=-0.05, state=False)
+    saved = walk(case, recompute_state=False)
+    with poisoned_empty():
+        assert_same_bits(walk(case, recompute_state=True), saved)
+        assert_same_bits(walk(case), saved)
