@@ -140,7 +140,7 @@ class TestRefusals:
         with pytest.raises(ValueError, match="rank 1 of 2, got rank 0 of 1"):
             of_call(context, CPU)
 
-    @pytest.mark.parametrize("given", [object(), "context", {}], ids=repr)
+    @pytest.mark.parametrize("given", [object(), "context", {}], ids=["object", "str", "dict"])
     def test_something_else(self, given):
         with pytest.raises(TypeError, match=r"must be a KcpContext .* got (object|str|dict)"):
             of_call(given, CPU)
