@@ -21,6 +21,19 @@ NAMES = ("q", "k", "v", "g", "beta")
 LENGTHS = (100, 64, 63, 65, 128, 129, 1, 2, 200, 77, 192, 640, 90, 31, 32, 33, 96, 70, 300, 7)
 
 
+#: Tracing is the same everywhere; these tests show that what was traced runs on a GPU too.
+ON_A_GPU_TOO = pytest.mark.parametrize(
+    "device",
+    [torch.device("cpu"), pytest.param(torch.device("cuda", 0), marks=pytest.mark.gpu)],
+    ids=["cpu", "cuda"],
+)
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cpu")
+
+
 @pytest.fixture(autouse=True)
 def _compile_anew() -> Iterator[None]:
     torch.compiler.reset()
@@ -77,6 +90,7 @@ def walks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
+@ON_A_GPU_TOO
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_layer_stays_whole_and_keeps_its_bits(make: Any, dynamic: bool) -> None:
     step = compiled(dynamic=dynamic)
@@ -99,6 +113,7 @@ def test_twenty_lengths_need_two_more_compilations_at_most(make: Any, boundaries
     assert counter.frame_count <= 3
 
 
+@ON_A_GPU_TOO
 @pytest.mark.parametrize("recompute", [False, True])
 def test_states_gates_and_activations_are_traced(make: Any, recompute: bool) -> None:
     case = make((70, 64, 1), (1, 2))
@@ -116,6 +131,7 @@ def test_states_gates_and_activations_are_traced(make: Any, recompute: bool) -> 
     assert_same(run(compiled(whole), case, **arguments), run(whole, case, **arguments))
 
 
+@ON_A_GPU_TOO
 @pytest.mark.parametrize("arguments", [{}, {"segments": 3}, {"packing_invariant": True}], ids=str)
 def test_a_call_is_cut_as_in_eager(make: Any, arguments: dict[str, Any]) -> None:
     """By default the plan cuts the long sequence, though the tracer knows no length."""
@@ -168,6 +184,7 @@ def choose(policy: CheckpointPolicy, ctx: Any, op: Any, *args: Any, **kwargs: An
     return policy if op == torch.ops.cake.gdn.default else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+@ON_A_GPU_TOO
 @pytest.mark.parametrize("trace", [False, True])
 @pytest.mark.parametrize("policy", [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE])
 def test_a_checkpoints_policy_sees_the_op(

@@ -21,6 +21,19 @@ NAMES = ("q", "k", "v", "g", "beta")
 LENGTHS = (100, 64, 63, 65, 128, 129, 1, 2, 130, 77, 192, 9, 90, 31, 32, 33, 96, 70, 30, 7)
 
 
+#: Tracing is the same everywhere; these tests show that what was traced runs on a GPU too.
+ON_A_GPU_TOO = pytest.mark.parametrize(
+    "device",
+    [torch.device("cpu"), pytest.param(torch.device("cuda", 0), marks=pytest.mark.gpu)],
+    ids=["cpu", "cuda"],
+)
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cpu")
+
+
 @pytest.fixture(autouse=True)
 def _compile_anew() -> Iterator[None]:
     torch.compiler.reset()
@@ -77,6 +90,7 @@ def walks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
+@ON_A_GPU_TOO
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_layer_stays_whole_and_keeps_its_bits(make: Any, dynamic: bool) -> None:
     step = compiled(dynamic=dynamic)
@@ -96,6 +110,7 @@ def test_twenty_lengths_need_two_more_compilations_at_most(make: Any) -> None:
     assert counter.frame_count <= 3
 
 
+@ON_A_GPU_TOO
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("bound", [None, -5.0])
 def test_states_gates_and_activations_are_traced(make: Any, bound: float | None, recompute: bool) -> None:
@@ -172,6 +187,7 @@ def choose(policy: CheckpointPolicy, ctx: Any, op: Any, *args: Any, **kwargs: An
     return policy if op == torch.ops.cake.kda.default else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+@ON_A_GPU_TOO
 @pytest.mark.parametrize("trace", [False, True])
 @pytest.mark.parametrize("policy", [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE])
 def test_a_checkpoints_policy_sees_the_op(
