@@ -155,7 +155,7 @@ def test_versions_that_are_met(op: Any) -> None:
     assert manifest()["require"] == {}
 
 
-@pytest.mark.parametrize("specifier", ["==99.0", "<0.0.1", ">=0.0.1,!=0.1.*,!=1.0"])
+@pytest.mark.parametrize("specifier", ["==99.0", "<0.0.1", ">=0.0.1,!=0.*,!=1.0"])
 def test_a_version_that_is_not_met_names_both(op: Any, specifier: str) -> None:
     distribution = registry.op_spec(op.name).distribution
     with pytest.raises(ConfigError) as caught:
