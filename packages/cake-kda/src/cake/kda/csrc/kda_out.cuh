@@ -17,7 +17,8 @@
 // (q^ . dq^)), dk likewise.
 //
 // Warpgroups: 0 and 1 (channels) hold dq^, dk^ and db of 64 channels of K each, transposed: a warp has 16 channels of all
-// tokens; 2 (delta) makes D, dA and dL, a v head ahead; 3 (producer) loads, and makes dv.
+// tokens; 2 (delta) makes D, dA and dL, a v head ahead; 3 (producer) loads, and makes dv. Between their own work the warps of
+// 2 and 3 are the gates' to those of 0 and 1, each to its own: they make the decays of a v head and turn its db into dg.
 // S and R are [V][K] images: K-major for Kg S^T, MN-major as the transposed first operand of the rest.
 #pragma once
 
@@ -30,7 +31,7 @@
 namespace cake::kda {
 
 constexpr int kOutThreads = 512;
-constexpr int kChannelRegisters = 200, kDeltaRegisters = 72, kProducerRegisters = 40;
+constexpr int kChannelRegisters = 192, kDeltaRegisters = 72, kProducerRegisters = 56;
 static_assert(2 * kChannelRegisters + kDeltaRegisters + kProducerRegisters == 512, "of a lane slot");
 constexpr float kLeastBeta = 0x1p-60f;
 constexpr int kPartial = 1 + kHeadDim;  // floats of a row of partial sums
@@ -80,24 +81,222 @@ struct OutShared {
   alignas(1024) uint8_t grad[kTokenTileBytes], y[kTokenTileBytes];
   alignas(1024) uint8_t q[kTokenTileBytes], k[kTokenTileBytes];  // then dq and dk on their way out
   alignas(1024) uint8_t t[kSquareTileBytes];
-  union {
-    alignas(1024) uint8_t g[2 * kTokenTileBytes];
-    Decays decays;
-  };
+  alignas(16) Decays decays;  // then db
   OutVectors vectors[2];
   float rq[kChunk], rk[kChunk];
   float dead_dots[8][kChunk], q_dots[8][kChunk], k_dots[8][kChunk];  // by warp; the latter q^ . dq^ and k^ . dk^
   float q_dot[kChunk], k_dot[kChunk];
-  float a_log[8];
+  float a_log[2][8];
   alignas(8) uint64_t kg_full[2], pairs_full[2], pairs_empty[2];  // Kg and t; dA, dL and vectors
   uint64_t s_full, s_empty, r_full, r_empty, t_empty;
   uint64_t v_full, v_empty;
   uint64_t grads_full, grads_empty;  // grad, y, beta
-  uint64_t gate_full, gate_empty;  // g, and the decays in its place
+  uint64_t decays_full[8], db_full[8];  // between a warp of the channels and its warp of the gates
   uint64_t rows_full, rows_empty;  // q, k, rq, rk
+  uint64_t a_log_full[2];
   uint64_t delta_full;  // D
 };
 static_assert(sizeof(OutShared) <= 232448, "an SM gives a CTA 227 KB");
+
+// ---- gates ---------------------------------------------------------------------------------------------------------
+
+// An octet's raw gate from memory and its gradient to memory, at element `p`, the thread's first token and channel: index
+// 2 h + e; `rows` from that token on exist. The lanes of two neighbouring channels share bf16 words, one for each token.
+__device__ __forceinline__ void load_raw(float (&raw)[4], const OutArgs& args, int64_t p, int rows, const Strip& me) {
+  const int64_t stride = args.g.token_stride;
+  if (!args.g_bf16) {
+    const float* g = static_cast<const float*>(args.g.data) + p;
+#pragma unroll
+    for (int c = 0; c < 4; ++c) raw[c] = (c & 1) < rows ? g[(c & 1) * stride + 8 * (c >> 1)] : 0.f;
+    return;
+  }
+  const int odd = me.lane >> 2 & 1;
+  const __nv_bfloat16* g = static_cast<const __nv_bfloat16*>(args.g.data) + p + odd * (stride - 1);
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const uint32_t mine = odd < rows ? *reinterpret_cast<const uint32_t*>(g + 8 * h) : 0u;
+    const uint32_t other = __shfl_xor_sync(0xffffffffu, mine, 4);
+    raw[2 * h] = odd ? bf16_hi(other) : bf16_lo(mine);
+    raw[2 * h + 1] = odd ? bf16_hi(mine) : bf16_lo(other);
+  }
+}
+
+__device__ __forceinline__ void store_raw(const float (&d)[4], const OutArgs& args, int64_t p, int rows,
+                                          const Strip& me) {
+  const int64_t stride = int64_t(args.heads) * args.group * kHeadDim;
+  if (!args.g_bf16) {
+    float* g = static_cast<float*>(args.dg) + p;
+#pragma unroll
+    for (int c = 0; c < 4; ++c)
+      if ((c & 1) < rows) g[(c & 1) * stride + 8 * (c >> 1)] = d[c];
+    return;
+  }
+  const int odd = me.lane >> 2 & 1;
+  __nv_bfloat16* g = static_cast<__nv_bfloat16*>(args.dg) + p + odd * (stride - 1);
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const float other = __shfl_xor_sync(0xffffffffu, odd ? d[2 * h] : d[2 * h + 1], 4);
+    const uint32_t pair = odd ? pack_bf16(other, d[2 * h + 1]) : pack_bf16(d[2 * h], other);
+    if (odd < rows) *reinterpret_cast<uint32_t*>(g + 8 * h) = pair;
+  }
+}
+
+// What this CTA does at a step: v head j of pair `work`, if there is one.
+struct Item {
+  int work, j;
+  __device__ __forceinline__ Item(const OutArgs& args, int step)
+      : work(blockIdx.x + step / args.group * gridDim.x), j(step % args.group) {}
+};
+
+// A v head of a chunk, as a thread of the gates sees it.
+struct GateHead {
+  Gate gate;
+  float bias[2];
+  int rows;
+  int64_t place, out;  // in g and in dg, at the thread's first token and channel
+
+  __device__ __forceinline__ GateHead(const OutArgs& args, const Item& item, const Strip& me)
+      : gate(args.gate, item.work % args.heads * args.group + item.j) {
+    const Chunk chunk = args.plan.chunk(item.work / args.heads);
+    const int v_head = item.work % args.heads * args.group + item.j;
+    rows = chunk.rows;
+    place = args.g_index(chunk.token, v_head) + me.token(0) * args.g.token_stride + me.channel(0);
+    out = ((int64_t(chunk.token) + me.token(0)) * args.heads * args.group + v_head) * kHeadDim + me.channel(0);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) bias[h] = args.gate.bias_of(v_head, me.channel(h));
+  }
+};
+
+// The summed decays of a v head, in the places of the warp's channels.
+template <GateKind kKind>
+__device__ __forceinline__ void sum_decays(OutShared& s, const OutArgs& args, const GateHead& head, const Strip& me) {
+  const Gate gate = head.gate.of_kind<kKind>();
+  int64_t place = head.place;
+  int rows = head.rows - me.token(0);
+  float before[2] = {0.f, 0.f}, next[4];
+  load_raw(next, args, place, rows, me);
+#pragma unroll 1
+  for (int o = 0; o < kOctets; ++o, rows -= 8) {
+    float b[4];
+#pragma unroll
+    for (int c = 0; c < 4; ++c) b[c] = next[c];
+    place += 8 * args.g.token_stride;
+    if (o + 1 < kOctets) load_raw(next, args, place, rows - 8, me);
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      b[c] = log2_decay(b[c], head.bias[c >> 1], gate);
+      if ((c & 1) >= rows) b[c] = 0.f;
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float sum = b[2 * h] + b[2 * h + 1];
+#pragma unroll
+      for (int d = 1; d < 4; d <<= 1) {
+        const float up = __shfl_up_sync(0xffffffffu, sum, d, 4);
+        if (me.t >= d) sum += up;
+      }
+      const float lower = __shfl_up_sync(0xffffffffu, sum, 1, 4);
+      b[2 * h] = before[h] + ((me.t > 0 ? lower : 0.f) + b[2 * h]);
+      b[2 * h + 1] = before[h] + sum;
+      before[h] += __shfl_sync(0xffffffffu, sum, 3, 4);
+    }
+    s.decays[o][me.thread] = make_float4(b[0], b[1], b[2], b[3]);
+  }
+}
+
+// What dt_bias of the thread's two channels and A_log get.
+struct GateSums {
+  float bias[2] = {0.f, 0.f}, a_log = 0.f;
+};
+
+// dg from db, which lies in the decays' place: the gradient of the log decays is the sum from each token to the chunk's end,
+// then comes the gate's backward.
+template <GateKind kKind>
+__device__ __forceinline__ void gate_rows(GateSums& sums, const OutShared& s, const OutArgs& args, const GateHead& head,
+                                          const Strip& me) {
+  const Gate gate = head.gate.of_kind<kKind>();
+  const int64_t out_stride = int64_t(args.heads) * args.group * kHeadDim;
+  int64_t place = head.place + 8 * (kOctets - 1) * args.g.token_stride, out = head.out + 8 * (kOctets - 1) * out_stride;
+  int rows = head.rows - me.token(kOctets - 1);
+  float after[2] = {0.f, 0.f};
+#pragma unroll 1
+  for (int o = kOctets - 1; o >= 0; --o, out -= 8 * out_stride, rows += 8) {
+    float x[4];
+    if (kKind != GateKind::kNone) load_raw(x, args, place, rows, me);
+    place -= 8 * args.g.token_stride;
+    const float4 slot = s.decays[o][me.thread];
+    float d[4] = {slot.x, slot.y, slot.z, slot.w};
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float later = d[2 * h] + d[2 * h + 1];
+#pragma unroll
+      for (int n = 1; n < 4; n <<= 1) {
+        const float down = __shfl_down_sync(0xffffffffu, later, n, 4);
+        if (me.t + n < 4) later += down;
+      }
+      const float higher = __shfl_down_sync(0xffffffffu, later, 1, 4);
+      d[2 * h + 1] = after[h] + ((me.t < 3 ? higher : 0.f) + d[2 * h + 1]);
+      d[2 * h] = after[h] + later;
+      after[h] += __shfl_sync(0xffffffffu, later, 0, 4);
+    }
+    if (kKind != GateKind::kNone) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        const GateGradient grad = gate_backward(x[c], head.bias[c >> 1], (c & 1) < rows ? d[c] : 0.f, gate);
+        d[c] = grad.raw;
+        sums.bias[c >> 1] += grad.raw, sums.a_log += grad.a_log;
+      }
+    }
+    store_raw(d, args, out, rows, me);
+  }
+}
+
+// The decays of a step, for a warp of the channels.
+__device__ __forceinline__ void make_decays(OutShared& s, const OutArgs& args, int step, const Strip& me) {
+  const GateHead head(args, Item(args, step), me);
+  switch (head.gate.kind) {
+    case GateKind::kNone: sum_decays<GateKind::kNone>(s, args, head, me); break;
+    case GateKind::kStandard: sum_decays<GateKind::kStandard>(s, args, head, me); break;
+    default: sum_decays<GateKind::kBounded>(s, args, head, me);
+  }
+  warp_arrive(s.decays_full[me.thread >> 5], me.lane);
+}
+
+// dg of a step.
+__device__ __forceinline__ void finish_gates(OutShared& s, const OutArgs& args, int step, const Strip& me) {
+  const int warp = me.thread >> 5;
+  const uint32_t parity = step & 1;
+  const GateHead head(args, Item(args, step), me);
+  GateSums sums;
+  mbar_wait(smem_addr(&s.db_full[warp]), parity);
+  switch (head.gate.kind) {
+    case GateKind::kNone: gate_rows<GateKind::kNone>(sums, s, args, head, me); break;
+    case GateKind::kStandard: gate_rows<GateKind::kStandard>(sums, s, args, head, me); break;
+    default: gate_rows<GateKind::kBounded>(sums, s, args, head, me);
+  }
+  if (args.partials == nullptr) return;
+  const Item item(args, step);
+  float* row =
+      args.partials +
+      ((int64_t(item.work / args.heads) * args.heads + item.work % args.heads) * args.group + item.j) * kPartial;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const float sum = row_sum(sums.bias[h]);
+    if (me.t == 0) row[1 + me.channel(h)] = sum;
+  }
+#pragma unroll
+  for (int d = 16; d >= 1; d >>= 1) sums.a_log += __shfl_xor_sync(0xffffffffu, sums.a_log, d);
+  if (me.lane == 0) s.a_log[parity][warp] = sums.a_log;
+  warp_arrive(s.a_log_full[parity], me.lane);
+  // The producer's last warp puts the shares of all together.
+  if (warp == 7) {
+    mbar_wait(smem_addr(&s.a_log_full[parity]), (step >> 1) & 1);
+    float sum = me.lane < 8 ? s.a_log[parity][me.lane] : 0.f;
+#pragma unroll
+    for (int d = 4; d >= 1; d >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, d);
+    if (me.lane == 0) row[0] = sum;
+  }
+}
 
 // ---- producer --------------------------------------------------------------------------------------------------
 
@@ -109,22 +308,6 @@ __device__ __forceinline__ void load_tile(uint32_t tile, const __nv_bfloat16* sr
   src += row * row_stride + thread % 16 * 8;
 #pragma unroll 2
   for (int i = 0; i < 8; ++i, row += 8, tile += 8 * kPanelRowBytes, src += 8 * row_stride)
-    cp_async_16(tile, src, row < rows);
-}
-
-// 64 rows of 128 fp32, 512 bytes each: the 16-byte group c of row i lies at group c ^ (i & 6), so that a thread's neighbours
-// find theirs in different banks.
-__device__ __forceinline__ uint32_t wide_offset(int row, int channel) {
-  return row * 512 + (((channel >> 2) ^ (row & 6)) << 4) + ((channel & 3) << 2);
-}
-
-__device__ __forceinline__ void load_wide_tile(uint32_t tile, const float* src, int64_t row_stride, int rows,
-                                               int thread) {
-  int row = thread / 32;
-  tile += wide_offset(row, 4 * (thread % 32));
-  src += row * row_stride + 4 * (thread % 32);
-#pragma unroll 2
-  for (int i = 0; i < 16; ++i, row += 4, tile = (tile + 4 * 512) ^ (4 << 4), src += 4 * row_stride)
     cp_async_16(tile, src, row < rows);
 }
 
@@ -151,22 +334,39 @@ __device__ __forceinline__ void value_gradient(uint32_t y, const float* beta, __
   }
 }
 
-__device__ __forceinline__ void out_produce(OutShared& s, const OutArgs& args, int thread) {
-  const int v_heads = args.heads * args.group, lane = thread & 31;
+// What may only be loaded when the step in work is done lies in L2 by then: g, and q and k with a pair's first v head.
+__device__ __forceinline__ void prefetch_rows(const OutArgs& args, const Item& item, int thread) {
+  const Chunk chunk = args.plan.chunk(item.work / args.heads);
+  const int head = item.work % args.heads, row = thread / 2, half = thread % 2 * (kHeadDim / 2);
+  if (row >= chunk.rows) return;
+  const int batch = chunk.token / args.plan.tokens_per_batch;
+  const int token = chunk.token - batch * args.plan.tokens_per_batch + row;
+  if (item.j == 0) {
+    prefetch_l2(first_row(args.q, batch, token, head) + half);
+    prefetch_l2(first_row(args.k, batch, token, head) + half);
+  }
+  const uint8_t* g = static_cast<const uint8_t*>(args.g.data);
+  g += (args.g_index(chunk.token + row, head * args.group + item.j) + half) * (args.g_bf16 ? 2 : 4);
+  prefetch_l2(g);
+  if (!args.g_bf16) prefetch_l2(g + 128);
+}
+
+__device__ __forceinline__ void out_produce(OutShared& s, const OutArgs& args, int producer_thread) {
+  const int v_heads = args.heads * args.group;
   const int works = args.plan.chunk_count() * args.heads;
-  int step = 0;
-  for (int work = blockIdx.x; work < works; work += gridDim.x) {
-    const Chunk chunk = args.plan.chunk(work / args.heads);
-    const Sequence sequence = args.plan.sequence(chunk.sequence);
-    const int s_slot = state_slot(sequence, chunk.index, args.states_edge);
-    const int r_slot = adjoint_slot(sequence, chunk.index, chunk.last, args.adjoints_edge);
-    const int head = work % args.heads, rows = chunk.rows;
-    const int batch = chunk.token / args.plan.tokens_per_batch,
-              token = chunk.token - batch * args.plan.tokens_per_batch;
-#pragma unroll 1
-    for (int j = 0; j < args.group; ++j, ++step) {
+  for (int step = 0;; ++step) {
+    const uint32_t parity = step & 1;
+    const auto [work, j] = Item(args, fresh(step));
+    int thread = fresh(producer_thread);
+    const int lane = thread & 31;
+    if (work < works) {
+      const Chunk chunk = args.plan.chunk(work / args.heads);
+      const int s_slot = state_slot(args.plan.sequence(chunk.sequence), chunk.index, args.states_edge);
+      const int head = work % args.heads, rows = chunk.rows;
+      const int batch = chunk.token / args.plan.tokens_per_batch,
+                token = chunk.token - batch * args.plan.tokens_per_batch;
       const int v_head = head * args.group + j, set = step & 1;
-      const uint32_t parity = step & 1, set_parity = (step >> 1) & 1;
+      const uint32_t set_parity = (step >> 1) & 1;
       const int64_t first = (int64_t(chunk.token) * v_heads + v_head) * kHeadDim;  // of y and dv
       OutVectors& vectors = s.vectors[set];
       float beta = 0.f;
@@ -196,7 +396,12 @@ __device__ __forceinline__ void out_produce(OutShared& s, const OutArgs& args, i
         if (lane == 0) vectors.dead[thread >> 5] = dead;
       }
       mbar_wait(smem_addr(&s.r_empty), parity ^ 1);
-      load_state(smem_addr(s.r), s.r_full, args.adjoints, r_slot, v_heads, v_head, thread);
+      {
+        const Chunk again = args.plan.chunk(Item(args, fresh(step)).work / args.heads);
+        const int r_slot =
+            adjoint_slot(args.plan.sequence(again.sequence), again.index, again.last, args.adjoints_edge);
+        load_state(smem_addr(s.r), s.r_full, args.adjoints, r_slot, v_heads, v_head, thread);
+      }
       cp_async_wait<1>();
       fence_proxy_async();
       mbar_arrive(smem_addr(&s.v_full));
@@ -204,45 +409,34 @@ __device__ __forceinline__ void out_produce(OutShared& s, const OutArgs& args, i
       fence_proxy_async();
       mbar_arrive(smem_addr(&s.grads_full));
 
-      // What may only be loaded when the v head in work is done lies in L2 by then.
-      const int64_t g = batch * args.g.batch_stride + token * args.g.token_stride + v_head * args.g.head_stride;
-      if (thread / 2 < rows) {
-        const int row = thread / 2, half = thread % 2 * (kHeadDim / 2);
-        if (j == 0) {
-          prefetch_l2(first_row(args.q, batch, token, head) + row * args.q.token_stride + half);
-          prefetch_l2(first_row(args.k, batch, token, head) + row * args.k.token_stride + half);
-        }
-        const uint8_t* p = static_cast<const uint8_t*>(args.g.data);
-        p += (g + row * args.g.token_stride + half) * (args.g_bf16 ? 2 : 4);
-        prefetch_l2(p);
-        if (!args.g_bf16) prefetch_l2(p + 128);
-      }
+      prefetch_rows(args, Item(args, fresh(step)), thread);
       mbar_wait(smem_addr(&s.grads_full), parity);
       value_gradient(smem_addr(s.y), vectors.beta, args.dv + first, v_heads * kHeadDim, rows, thread);
       warp_arrive(s.grads_empty, lane);
+    }
+    if (step > 0) finish_gates(s, args, step - 1, Strip(128 + fresh(producer_thread)));
+    if (Item(args, fresh(step)).work >= works) break;
+    thread = fresh(producer_thread);
+    {
+      const auto [work, j] = Item(args, fresh(step));
+      const Chunk chunk = args.plan.chunk(work / args.heads);
+      const int head = work % args.heads, i = thread % kChunk;
       float norm = 0.f;
-      if (thread % kChunk < rows)
-        norm = (thread < kChunk ? args.rq : args.rk)[head * int64_t(args.plan.total) + chunk.token + thread % kChunk];
-      mbar_wait(smem_addr(&s.gate_empty), parity ^ 1);
-      if (args.g_bf16) {
-        load_tile(smem_addr(s.g), static_cast<const __nv_bfloat16*>(args.g.data) + g, args.g.token_stride, rows,
-                  thread);
-      } else {
-        load_wide_tile(smem_addr(s.g), static_cast<const float*>(args.g.data) + g, args.g.token_stride, rows, thread);
-      }
-      cp_async_commit();
+      if (i < chunk.rows)
+        norm = (thread < kChunk ? args.rq : args.rk)[head * int64_t(args.plan.total) + chunk.token + i];
       mbar_wait(smem_addr(&s.rows_empty), parity ^ 1);
       if (j == 0) {
-        load_tile(smem_addr(s.q), first_row(args.q, batch, token, head), args.q.token_stride, rows, thread);
-        load_tile(smem_addr(s.k), first_row(args.k, batch, token, head), args.k.token_stride, rows, thread);
+        const int batch = chunk.token / args.plan.tokens_per_batch;
+        const int token = chunk.token - batch * args.plan.tokens_per_batch;
+        load_tile(smem_addr(s.q), first_row(args.q, batch, token, head), args.q.token_stride, chunk.rows, thread);
+        load_tile(smem_addr(s.k), first_row(args.k, batch, token, head), args.k.token_stride, chunk.rows, thread);
       }
-      (thread < kChunk ? s.rq : s.rk)[thread % kChunk] = norm;
+      (thread < kChunk ? s.rq : s.rk)[i] = norm;
       cp_async_commit();
-      cp_async_wait<1>();
-      mbar_arrive(smem_addr(&s.gate_full));
-      cp_async_wait<0>();
-      mbar_arrive(smem_addr(&s.rows_full));
     }
+    make_decays(s, args, step, Strip(128 + fresh(producer_thread)));
+    cp_async_wait<0>();
+    mbar_arrive(smem_addr(&s.rows_full));
   }
 }
 
@@ -326,10 +520,10 @@ __device__ __forceinline__ void out_delta(OutShared& s, const OutArgs& args, int
   const int works = args.plan.chunk_count() * args.heads, v_heads = args.heads * args.group;
   const uint32_t delta = smem_addr(s.v);
   constexpr int kPanel = kChunk * kPanelRowBytes;
-  int step = 0;
-  for (int work = blockIdx.x; work < works; work += gridDim.x) {
-    const Chunk chunk = args.plan.chunk(work / args.heads);
-    for (int j = 0; j < args.group; ++j, ++step) {
+  for (int step = 0;; ++step) {
+    const auto [work, j] = Item(args, fresh(step));
+    if (work < works) {
+      const Chunk chunk = args.plan.chunk(work / args.heads);
       const int set = step & 1;
       const uint32_t parity = step & 1, set_parity = (step >> 1) & 1;
       const uint32_t da = smem_addr(s.pairs[set].da), dn = smem_addr(s.pairs[set].dn);
@@ -412,73 +606,13 @@ __device__ __forceinline__ void out_delta(OutShared& s, const OutArgs& args, int
       warp_arrive(s.v_empty, me.lane);
       mbar_arrive(smem_addr(&s.pairs_full[set]));
     }
+    if (step > 0) finish_gates(s, args, step - 1, Strip(fresh(thread)));
+    if (Item(args, fresh(step)).work >= works) break;
+    make_decays(s, args, step, Strip(fresh(thread)));
   }
 }
 
 // ---- channels ------------------------------------------------------------------------------------------------------
-
-// The summed decays from the raw gate, each thread's own values in place.
-template <GateKind kKind>
-__device__ __forceinline__ void sum_decays(OutShared& s, const Gate& any, const float (&bias)[2], int rows,
-                                           const Strip& me) {
-  const Gate gate = any.of_kind<kKind>();
-  float before[2] = {0.f, 0.f};
-#pragma unroll 4
-  for (int o = 0; o < kOctets; ++o) {
-    float4& slot = s.decays[o][me.thread];
-    float b[4] = {slot.x, slot.y, slot.z, slot.w};
-#pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      b[c] = log2_decay(b[c], bias[c >> 1], gate);
-      if (me.token(o) + (c & 1) >= rows) b[c] = 0.f;
-    }
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      float sum = b[2 * h] + b[2 * h + 1];
-#pragma unroll
-      for (int d = 1; d < 4; d <<= 1) {
-        const float up = __shfl_up_sync(0xffffffffu, sum, d, 4);
-        if (me.t >= d) sum += up;
-      }
-      const float lower = __shfl_up_sync(0xffffffffu, sum, 1, 4);
-      b[2 * h] = before[h] + ((me.t > 0 ? lower : 0.f) + b[2 * h]);
-      b[2 * h + 1] = before[h] + sum;
-      before[h] += __shfl_sync(0xffffffffu, sum, 3, 4);
-    }
-    slot = make_float4(b[0], b[1], b[2], b[3]);
-  }
-  __syncwarp();
-}
-
-// Turns the raw gate in shared memory into the summed decays, in the same place.
-__device__ __forceinline__ void make_decays(OutShared& s, const OutArgs& args, int rows, int v_head, const Strip& me) {
-  const Gate gate(args.gate, v_head);
-  const float bias[2] = {args.gate.bias_of(v_head, me.channel(0)), args.gate.bias_of(v_head, me.channel(1))};
-  float raw[32];
-  if (args.g_bf16) {
-#pragma unroll
-    for (int block = 0; block < 4; ++block) {
-      uint32_t x[4];
-      load_block(x, smem_addr(s.g), block, me);
-#pragma unroll
-      for (int w = 0; w < 4; ++w) raw[8 * block + 2 * w] = bf16_lo(x[w]), raw[8 * block + 2 * w + 1] = bf16_hi(x[w]);
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < 32; ++i)
-      raw[i] = __uint_as_float(
-          ld_shared_4(smem_addr(s.g) + wide_offset(me.token(i >> 2) + (i & 1), me.channel((i >> 1) & 1))));
-  }
-  bar_sync(kChannelBarrier, 256);  // every warp has read its part
-#pragma unroll
-  for (int o = 0; o < kOctets; ++o)
-    s.decays[o][me.thread] = make_float4(raw[4 * o], raw[4 * o + 1], raw[4 * o + 2], raw[4 * o + 3]);
-  switch (gate.kind) {
-    case GateKind::kNone: sum_decays<GateKind::kNone>(s, gate, bias, rows, me); break;
-    case GateKind::kStandard: sum_decays<GateKind::kStandard>(s, gate, bias, rows, me); break;
-    default: sum_decays<GateKind::kBounded>(s, gate, bias, rows, me);
-  }
-}
 
 // dO S: the state's part of dq^, and the start of db.
 __device__ __forceinline__ void read_part(Sums& sums, const float (&acc)[32], const Tree& tree, float scale,
@@ -591,126 +725,6 @@ __device__ __forceinline__ void state_dots(float (&dot)[2], uint32_t s, uint32_t
   dot[1] = __shfl_sync(0xffffffffu, row & 1 ? lower[3] : lower[2], row >> 1, 4);
 }
 
-// An octet's raw gate from memory and its gradient to memory, at `p` the thread's first token and channel: index 2 h + e;
-// `rows` from that token on exist. The lanes of two neighbouring channels share bf16 words, one for each token.
-__device__ __forceinline__ void load_raw(float (&raw)[4], const float* p, int64_t row_stride, int rows,
-                                         const Strip& me) {
-#pragma unroll
-  for (int c = 0; c < 4; ++c) raw[c] = (c & 1) < rows ? p[(c & 1) * row_stride + 8 * (c >> 1)] : 0.f;
-}
-
-__device__ __forceinline__ void load_raw(float (&raw)[4], const __nv_bfloat16* p, int64_t row_stride, int rows,
-                                         const Strip& me) {
-  const int odd = me.lane >> 2 & 1;
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const uint32_t mine = odd < rows ? *reinterpret_cast<const uint32_t*>(p + odd * (row_stride - 1) + 8 * h) : 0u;
-    const uint32_t other = __shfl_xor_sync(0xffffffffu, mine, 4);
-    raw[2 * h] = odd ? bf16_hi(other) : bf16_lo(mine);
-    raw[2 * h + 1] = odd ? bf16_hi(mine) : bf16_lo(other);
-  }
-}
-
-__device__ __forceinline__ void store_raw(float* p, const float (&d)[4], int64_t row_stride, int rows,
-                                          const Strip& me) {
-#pragma unroll
-  for (int c = 0; c < 4; ++c)
-    if ((c & 1) < rows) p[(c & 1) * row_stride + 8 * (c >> 1)] = d[c];
-}
-
-__device__ __forceinline__ void store_raw(__nv_bfloat16* p, const float (&d)[4], int64_t row_stride, int rows,
-                                          const Strip& me) {
-  const int odd = me.lane >> 2 & 1;
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const float other = __shfl_xor_sync(0xffffffffu, odd ? d[2 * h] : d[2 * h + 1], 4);
-    const uint32_t pair = odd ? pack_bf16(other, d[2 * h + 1]) : pack_bf16(d[2 * h], other);
-    if (odd < rows) *reinterpret_cast<uint32_t*>(p + odd * (row_stride - 1) + 8 * h) = pair;
-  }
-}
-
-// What dt_bias of the thread's two channels and A_log get.
-struct GateSums {
-  float bias[2] = {0.f, 0.f}, a_log = 0.f;
-};
-
-// dg from db, which lies in the decays' place: the gradient of the log decays is the sum from each token to the chunk's end,
-// then comes the gate's backward. `raw`, `out`: at the thread's first token and channel.
-template <GateKind kKind, typename T>
-__device__ __forceinline__ void gate_rows(GateSums& sums, const OutShared& s, const Gate& any, const float (&bias)[2],
-                                          const T* raw, int64_t raw_stride, T* out, int64_t out_stride, int rows,
-                                          const Strip& me) {
-  const Gate gate = any.of_kind<kKind>();
-  float after[2] = {0.f, 0.f}, next[4] = {};
-  raw += 8 * (kOctets - 1) * raw_stride, out += 8 * (kOctets - 1) * out_stride;
-  rows -= me.token(kOctets - 1);
-  if (kKind != GateKind::kNone) load_raw(next, raw, raw_stride, rows, me);
-#pragma unroll 4
-  for (int o = kOctets - 1; o >= 0; --o, out -= 8 * out_stride, rows += 8) {
-    float x[4];
-#pragma unroll
-    for (int c = 0; c < 4; ++c) x[c] = next[c];
-    raw -= 8 * raw_stride;
-    if (kKind != GateKind::kNone && o > 0) load_raw(next, raw, raw_stride, rows + 8, me);
-    const float4 slot = s.decays[o][me.thread];
-    float d[4] = {slot.x, slot.y, slot.z, slot.w};
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      float later = d[2 * h] + d[2 * h + 1];
-#pragma unroll
-      for (int n = 1; n < 4; n <<= 1) {
-        const float down = __shfl_down_sync(0xffffffffu, later, n, 4);
-        if (me.t + n < 4) later += down;
-      }
-      const float higher = __shfl_down_sync(0xffffffffu, later, 1, 4);
-      d[2 * h + 1] = after[h] + ((me.t < 3 ? higher : 0.f) + d[2 * h + 1]);
-      d[2 * h] = after[h] + later;
-      after[h] += __shfl_sync(0xffffffffu, later, 0, 4);
-    }
-    if (kKind != GateKind::kNone) {
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        const GateGradient grad = gate_backward(x[c], bias[c >> 1], (c & 1) < rows ? d[c] : 0.f, gate);
-        d[c] = grad.raw;
-        sums.bias[c >> 1] += grad.raw, sums.a_log += grad.a_log;
-      }
-    }
-    store_raw(out, d, out_stride, rows, me);
-  }
-}
-
-template <typename T>
-__device__ __forceinline__ void store_gate(OutShared& s, const OutArgs& args, const Chunk& chunk, int chunk_index,
-                                           int v_head, const Strip& me) {
-  const int v_heads = args.heads * args.group;
-  const Gate gate(args.gate, v_head);
-  const float bias[2] = {args.gate.bias_of(v_head, me.channel(0)), args.gate.bias_of(v_head, me.channel(1))};
-  const int64_t raw_stride = args.g.token_stride, out_stride = int64_t(v_heads) * kHeadDim;
-  const T* raw =
-      static_cast<const T*>(args.g.data) + args.g_index(chunk.token, v_head) + me.token(0) * raw_stride + me.channel(0);
-  T* out = static_cast<T*>(args.dg) + chunk.token * out_stride + v_head * kHeadDim + me.token(0) * out_stride +
-           me.channel(0);
-  GateSums sums;
-  switch (gate.kind) {
-    case GateKind::kNone:
-      gate_rows<GateKind::kNone>(sums, s, gate, bias, raw, raw_stride, out, out_stride, chunk.rows, me);
-      break;
-    case GateKind::kStandard:
-      gate_rows<GateKind::kStandard>(sums, s, gate, bias, raw, raw_stride, out, out_stride, chunk.rows, me);
-      break;
-    default: gate_rows<GateKind::kBounded>(sums, s, gate, bias, raw, raw_stride, out, out_stride, chunk.rows, me);
-  }
-  if (args.partials == nullptr) return;
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const float sum = row_sum(sums.bias[h]);
-    if (me.t == 0) args.partials[(int64_t(chunk_index) * v_heads + v_head) * kPartial + 1 + me.channel(h)] = sum;
-  }
-#pragma unroll
-  for (int d = 16; d >= 1; d >>= 1) sums.a_log += __shfl_xor_sync(0xffffffffu, sums.a_log, d);
-  if (me.lane == 0) s.a_log[me.thread >> 5] = sums.a_log;
-}
-
 // Sums of x over the warp's channels, by token: each exchange halves what a lane has left.
 template <int n>
 __device__ __forceinline__ void halve(float (&x)[16], const Strip& me) {
@@ -807,7 +821,7 @@ __device__ __forceinline__ void dead_rows(OutShared& s, const OutVectors& vector
   }
 }
 
-// dbeta of dead rows, the totals of q^ . dq^ and k^ . dk^, and the A_log share of this v head, from what the warps left.
+// dbeta of dead rows, the totals of q^ . dq^ and k^ . dk^, from what the warps left.
 __device__ __forceinline__ void finish_sums(OutShared& s, const OutArgs& args, const OutVectors& vectors,
                                             const Chunk& chunk, int chunk_index, int v_head, int thread) {
   const int v_heads = args.heads * args.group, token = thread % kChunk, what = thread / kChunk;
@@ -820,11 +834,6 @@ __device__ __forceinline__ void finish_sums(OutShared& s, const OutArgs& args, c
     if (what == 1) s.q_dot[token] = sum;
     else if (what == 2) s.k_dot[token] = sum;
     else args.dbeta[int64_t(chunk.token + token) * v_heads + v_head] = vectors.residual[token] + sum;
-  } else if (token == 0 && args.partials != nullptr) {
-    float sum = 0.f;
-#pragma unroll
-    for (int w = 0; w < 8; ++w) sum += s.a_log[w];
-    args.partials[(int64_t(chunk_index) * v_heads + v_head) * kPartial] = sum;
   }
 }
 
@@ -842,16 +851,14 @@ __device__ __forceinline__ void out_channels(OutShared& s, const OutArgs& args, 
       Strip me(fresh(thread));
       const Tree tree{smem_addr(s.q), smem_addr(s.k), smem_addr(s.pairs[set].da), smem_addr(s.pairs[set].dn),
                       s.rq,           s.rk,           vectors.diagonal,           &s.decays};
-      mbar_wait(smem_addr(&s.gate_full), parity);
-      make_decays(s, args, args.plan.chunk(work / args.heads).rows, work % args.heads * args.group + j, me);
-
-      // All waits come here: what follows is one basic block, whose sums the compiler won't leave half made for later.
+      // All waits come first: what follows is one basic block, whose sums the compiler won't leave half made for later.
       mbar_wait(smem_addr(&s.s_full), parity);
       mbar_wait(smem_addr(&s.grads_full), parity);
       mbar_wait(smem_addr(&s.r_full), parity);
       mbar_wait(smem_addr(&s.delta_full), parity);
       mbar_wait(smem_addr(&s.pairs_full[set]), set_parity);
       mbar_wait(smem_addr(&s.rows_full), parity);
+      mbar_wait(smem_addr(&s.decays_full[thread >> 5]), parity);
       float edge[2];
       {
         const uint32_t panel = (me.channel0 >> 6) * (kHeadDim * kPanelRowBytes);  // the warpgroup's channels in S and R
@@ -906,9 +913,7 @@ __device__ __forceinline__ void out_channels(OutShared& s, const OutArgs& args, 
 #pragma unroll
       for (int o = 0; o < kOctets; ++o)
         s.decays[o][me.thread] = make_float4(sums.b[4 * o], sums.b[4 * o + 1], sums.b[4 * o + 2], sums.b[4 * o + 3]);
-      if (args.g_bf16) store_gate<__nv_bfloat16>(s, args, chunk, chunk_index, v_head, me);
-      else store_gate<float>(s, args, chunk, chunk_index, v_head, me);
-      warp_arrive(s.gate_empty, me.lane);
+      warp_arrive(s.db_full[warp], me.lane);
       if (last && args.l2norm) {
 #pragma unroll 1
         for (int i = 0; i < 2; ++i) {
@@ -947,6 +952,7 @@ static __global__ void __launch_bounds__(kOutThreads, 1) out_kernel(const __grid
       mbar_init(smem_addr(&s.kg_full[i]), 1);
       mbar_init(smem_addr(&s.pairs_full[i]), 128);
       mbar_init(smem_addr(&s.pairs_empty[i]), 8 * kWarpArrivals);
+      mbar_init(smem_addr(&s.a_log_full[i]), 8 * kWarpArrivals);
     }
     mbar_init(smem_addr(&s.s_full), 128);
     mbar_init(smem_addr(&s.s_empty), 12 * kWarpArrivals);  // warps of delta and the channels
@@ -957,8 +963,10 @@ static __global__ void __launch_bounds__(kOutThreads, 1) out_kernel(const __grid
     mbar_init(smem_addr(&s.v_empty), 12 * kWarpArrivals);
     mbar_init(smem_addr(&s.grads_full), 128);
     mbar_init(smem_addr(&s.grads_empty), 16 * kWarpArrivals);  // all warps
-    mbar_init(smem_addr(&s.gate_full), 128);
-    mbar_init(smem_addr(&s.gate_empty), 8 * kWarpArrivals);
+    for (int i = 0; i < 8; ++i) {
+      mbar_init(smem_addr(&s.decays_full[i]), kWarpArrivals);
+      mbar_init(smem_addr(&s.db_full[i]), kWarpArrivals);
+    }
     mbar_init(smem_addr(&s.rows_full), 128);
     mbar_init(smem_addr(&s.rows_empty), 8 * kWarpArrivals);
     mbar_init(smem_addr(&s.delta_full), 128);
