@@ -8,6 +8,8 @@ from itertools import pairwise
 import pytest
 import torch
 
+from cake.core import segments
+from cake.core.cp import _joint, cut_of
 from cake.core.testing import poisoned_empty
 from cake.gdn import _torch, build_kcp_context, kcp_chunk_gated_delta_rule, last_route
 
@@ -15,17 +17,24 @@ BOUNDS = (0, 3, 403, 403, 1000, 1064)
 CUTS = (0, 3, 100, 164, 300, 403, 640, 700, 900, 1000, 1032, 1064)
 
 
-@pytest.fixture(params=[True, False], ids=["in parts", "at once"])
+@pytest.fixture(params=["in parts", "at once", "at once, cut"])
 def walk(request, monkeypatch, device):
     """Runs a case with its tokens in another order, and returns results in the pack's."""
-    if device.type == "cuda" and request.param:
+    if device.type == "cuda" and request.param == "in parts":
         pytest.skip("the kernels walk all sequences at once")
-    monkeypatch.setattr(_torch, "SELECTIONS", request.param)
+    monkeypatch.setattr(_torch, "SELECTIONS", request.param == "in parts")
+    if request.param == "at once, cut":
+        # Plans cut sequences that are too short to be worth it.
+        monkeypatch.setattr(segments, "COST", segments.Cost(start=0, merge_start=0, merge=0))
+        monkeypatch.setattr(segments, "LENGTHS", (1, 2))
+        monkeypatch.setattr(_joint, "MOST_CHUNKS", 2)
 
     def run(case, seed=0, **options):
         pieces = list(pairwise(CUTS))
         random.Random(seed).shuffle(pieces)
         context = build_kcp_context(BOUNDS, fragments=[pieces])
+        cut = cut_of(context.plan(device.type), case.v.shape[2])
+        assert (max(map(len, cut.runs)) > 1) == (request.param == "at once, cut")
         inputs = {name: context.shard(x).detach().requires_grad_() for name, x in case.tensors().items()}
         o, _ = kcp_chunk_gated_delta_rule(
             **inputs, cp_context=context, use_qk_l2norm_in_kernel=True, **options

@@ -25,7 +25,7 @@ from cake.gdn._stages import Prep
 FP32 = torch.float32
 _PREP = ("t", "b", "rq", "rk", "plan")
 # What a walk leaves: of each role, or of all sequences at once.
-_TAPES = (*cp.ROLES, "all", "live")
+_TAPES = (*cp.ROLES, "all", "m", "live")
 
 
 # No tracer sees an exchange.
@@ -147,8 +147,8 @@ def _prepare(
     call: Call,
     context: cp.Call,
 ) -> Prep:
-    plan = context.plan
-    seqs = plan.segments if plan.forward.tiles and not _in_parts(stages) else call.seqs
+    cut = None if _in_parts(stages) else cp.cut_of(context.plan, beta.shape[2])
+    seqs = call.seqs if cut is None else cut.segments
     prep: Prep = stages.prep(q, k, g.float(), beta, seqs, l2norm=call.l2norm)
     return prep
 
@@ -358,9 +358,16 @@ class _JointWalks:
         )
 
     def merge(
-        self, b: torch.Tensor, m: torch.Tensor, chains: Any, n_out: int, *, transposed: bool
+        self,
+        b: torch.Tensor,
+        m: torch.Tensor,
+        chains: Any,
+        n_out: int,
+        *,
+        live: torch.Tensor | None = None,
+        transposed: bool = False,
     ) -> torch.Tensor:
         states: torch.Tensor = self._stages.merge(
-            b.contiguous(), m.contiguous(), chains, n_out, transposed=transposed
+            b.contiguous(), m.contiguous(), chains, n_out, live=live, transposed=transposed
         )
         return states

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from cake.core.cp._context import KcpContext, build_kcp_context
 from cake.core.cp._fla import Call, of_call
-from cake.core.cp._joint import JointWalks, backward_jointly, forward_jointly
+from cake.core.cp._joint import Cut, JointWalks, backward_jointly, cut_of, forward_jointly
 from cake.core.cp._partition import LAYOUTS, ConvBoundary, Partition, Piece, partition
 from cake.core.cp._plan import ROLES, Plan
 from cake.core.cp._run import Forward, Walks, backward, forward
@@ -21,6 +21,7 @@ __all__ = [
     "ROLES",
     "Call",
     "ConvBoundary",
+    "Cut",
     "Forward",
     "JointWalks",
     "KcpContext",
@@ -31,6 +32,7 @@ __all__ = [
     "backward",
     "backward_jointly",
     "build_kcp_context",
+    "cut_of",
     "forward",
     "forward_jointly",
     "of_call",

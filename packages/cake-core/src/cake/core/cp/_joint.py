@@ -1,23 +1,28 @@
 """The same call for stages that walk all sequences at once: kernels read one table of the whole call.
 
-A rank's sequences are walked as segments whose neighbours lie on other ranks (`Plan.segments`). A pre-scan
-finds the maps of those that have one, the exchange brings everyone's, and then everything is walked from the
+A rank's sequences are walked as segments. Those at a document's inner edges have neighbours on other ranks,
+for which empty segments stand; long ones are cut further, so that few heads fill a GPU. A pre-scan finds the
+maps of segments that have neighbours, the exchange brings everyone's, and then everything is walked from
 merged states.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
 
-from cake.core.cp._plan import ENTERED, LEFT, Plan
+from cake.core.cp._plan import ENTERED, LEFT, Chains, Plan
 from cake.core.cp._run import Forward, exchange_of, fill, halves, kept_of
-from cake.core.segments import Segments
-from cake.core.sequences import Sequences
+from cake.core.segments import MOST_CHUNKS, Segments, plan, sizes
+from cake.core.sequences import CHUNK, Sequences
 from cake.core.state_chain import Step
 
-__all__ = ["JointWalks", "backward_jointly", "forward_jointly"]
+__all__ = ["Cut", "JointWalks", "backward_jointly", "cut_of", "forward_jointly"]
 
 
 class JointWalks(Protocol):
@@ -45,79 +50,229 @@ class JointWalks(Protocol):
         self,
         b: torch.Tensor,
         m: torch.Tensor,
-        chains: tuple[tuple[Step, ...], ...],
+        chains: Chains,
         n_out: int,
         *,
-        transposed: bool,
+        live: torch.Tensor | None = None,
+        transposed: bool = False,
     ) -> torch.Tensor:
         """States along chains: see `cake.core.state_chain.merge`."""
 
 
-def forward_jointly(plan: Plan, walks: JointWalks, group: Any, *, save: bool) -> Forward:
-    """The forward of a rank; see `forward`. The tape is that of the role "all"."""
-    d = plan.forward
-    if not d.tiles:
-        if plan.seqs.total:
-            tape = walks.scan(plan.seqs, None, save=save, output=True)
-            return Forward(tapes={"all": tape} if save else {}, entering=None, maps=None)
-        return Forward(tapes={}, entering=None, maps=None)
-    exchange = exchange_of("forward", plan, walks, group)
-    live = own_maps = None
-    if plan.seqs.total:
-        b, m, live = walks.transfer(plan.segments)
-        own_maps = _rows(m, plan.segments_of("middle"))
-        fill(exchange, plan, d, [_rows(b, plan.segments_of(*LEFT))], own_maps)
-    exchange.start()
-    b, m = halves(exchange.wait(), plan)
-    entering = walks.merge(b, m, d.chains, d.receivers, transposed=False) if d.chains else None
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """The segments of a rank's sequences.
+
+    segments: an empty one before each sequence that a state enters, and behind each that another piece goes
+        on with; what was merged for them is put into their rows of B.
+    runs: for each sequence its segments with tokens.
+    inner, adjoint_inner: merges inside sequences, from those rows to the segments.
+    """
+
+    segments: Segments
+    runs: tuple[tuple[int, ...], ...]
+    inner: Chains
+    adjoint_inner: Chains
+
+    def before(self, sequences: Sequence[int]) -> list[int]:
+        """The empty segments before sequences that a state enters."""
+        return [self.runs[s][0] - 1 for s in sequences]
+
+    def behind(self, sequences: Sequence[int]) -> list[int]:
+        """The empty segments behind sequences that go on elsewhere."""
+        return [self.runs[s][-1] + 1 for s in sequences]
+
+
+def cut_of(part: Plan, heads: int) -> Cut | None:
+    """How a rank's sequences are walked: None where each is walked whole and has no neighbour."""
+    counts = list(plan(part.seqs.chunk_counts, heads))
+    for role in ("first", "middle", "last"):
+        for s in part.ids[role]:
+            counts[s] = max(counts[s], -(-part.seqs.chunk_counts[s] // MOST_CHUNKS))
+    if not part.forward.tiles and max(counts) == 1:
+        return None
+    return _cut(part, tuple(counts))
+
+
+@lru_cache(maxsize=64)
+def _cut(part: Plan, counts: tuple[int, ...]) -> Cut:
+    entered, left = ({s for role in roles for s in part.ids[role]} for roles in (ENTERED, LEFT))
+    ends: list[int] = [0]
+    sequence: list[int] = []
+    opens: list[bool] = []
+    runs: list[tuple[int, ...]] = []
+    for s, (start, end) in enumerate(part.seqs.spans):
+        stops = [start] * (s in entered)
+        for size in sizes(part.seqs.chunk_counts[s], counts[s]):
+            stops.append(min((stops[-1] if stops[s in entered :] else start) + size * CHUNK, end))
+        first = len(opens) + (s in entered)
+        runs.append(tuple(range(first, first + counts[s])))
+        stops += [end] * (s in left)
+        ends += stops
+        sequence += [s] * len(stops)
+        opens += [i > 0 for i in range(len(stops))]
+    segments = Segments(
+        batch=1,
+        tokens=part.seqs.tokens,
+        boundaries=tuple(ends),
+        cu_device=None,
+        n=len(opens),
+        chunk_capacity=part.seqs.chunk_capacity,
+        boundary_capacity=part.seqs.boundary_capacity,
+        sequence=tuple(sequence),
+        opens=tuple(opens),
+        followed=(*opens[1:], False),
+        whole=part.seqs,
+    )
+    inner: list[tuple[Step, ...]] = []
+    adjoint_inner: list[tuple[Step, ...]] = []
+    for s, run in enumerate(runs):
+        steps = [(run[0] - 1, -1, run[0])] * (s in entered)
+        steps += [(a, a if opens[a] else -1, b) for a, b in pairwise(run)]
+        back = [(run[-1] + 1, -1, run[-1])] * (s in left)
+        back += [(b, b if segments.followed[b] else -1, a) for a, b in reversed(list(pairwise(run)))]
+        inner += [tuple(steps)] * bool(steps)
+        adjoint_inner += [tuple(back)] * bool(back)
+    return Cut(segments, tuple(runs), tuple(inner), tuple(adjoint_inner))
+
+
+def forward_jointly(part: Plan, walks: JointWalks, group: Any, *, save: bool) -> Forward:
+    """The forward of a rank; see `forward`. Tapes: "all", and with segments their maps "m" and "live"."""
+    d, cut = part.forward, cut_of(part, walks.heads)
+    exchange = exchange_of("forward", part, walks, group) if d.tiles else None
+    maps: tuple[torch.Tensor, ...] = ()
+    own_maps = entering = kept = None
+    if part.seqs.total and cut is not None:
+        b, *rest = walks.transfer(cut.segments)
+        maps = (b, *rest)
+        if exchange is not None:
+            ends, own_maps = _maps_of(walks, part, cut, *maps)
+            fill(exchange, part, d, [ends], own_maps)
+    if exchange is not None:
+        exchange.start()
+        everyones_b, everyones_m = halves(exchange.wait(), part)
+        if d.chains:
+            entering = walks.merge(everyones_b, everyones_m, d.chains, d.receivers)
+        kept = own_maps if part.joined else kept_of(part, everyones_m)
     tapes: dict[str, Any] = {}
-    if plan.seqs.total:
-        states = _spread(plan, entering, plan.segments_of(*ENTERED), walks)
-        tape = walks.scan(plan.segments, states, save=save, output=True)
-        tapes = {"all": tape, "live": live} if save else {"live": live}
-    maps = own_maps if plan.joined else kept_of(plan, m)
-    return Forward(tapes=tapes, entering=entering, maps=maps)
+    if part.seqs.total:
+        states = None if cut is None else _entering(walks, part, cut, maps, entering)
+        tape = walks.scan(part.seqs if cut is None else cut.segments, states, save=save, output=True)
+        if save:
+            tapes = {"all": tape} | dict(zip(("m", "live"), maps[1:], strict=False))
+    return Forward(tapes=tapes, entering=entering, maps=kept)
 
 
-def backward_jointly(plan: Plan, walks: JointWalks, group: Any, made: Forward) -> None:
+def backward_jointly(part: Plan, walks: JointWalks, group: Any, made: Forward) -> None:
     """The backward of a rank; see `backward`."""
-    d, empty = plan.backward, not plan.seqs.total
-    tape = made.tapes.get("all")
-    if not d.tiles:
-        if not empty:
-            tape = walks.scan(plan.seqs, None, save=True, output=False) if tape is None else tape
-            walks.out(plan.seqs, tape, walks.adj(plan.seqs, None), edge=False)
-        return
-    exchange = exchange_of("backward", plan, walks, group)
-    if not empty:
-        b = walks.adj_transfer(plan.segments, made.tapes["live"])
-        echoed = None if made.maps is None or not plan.joined else made.maps.mT
-        fill(exchange, plan, d, [_rows(b, plan.segments_of(*ENTERED))], echoed)
-    exchange.start()
-    if not empty and tape is None:
-        states = _spread(plan, made.entering, plan.segments_of(*ENTERED), walks)
-        tape = walks.scan(plan.segments, states, save=True, output=False)
-    b, m = halves(exchange.wait(), plan)
-    leaving = None
-    if d.chains:
-        if not plan.joined:
-            m = b[:0] if made.maps is None else made.maps
-        leaving = walks.merge(b, m, d.chains, d.receivers, transposed=not plan.joined)
-    if not empty:
-        states = _spread(plan, leaving, plan.segments_of(*LEFT), walks)
-        walks.out(plan.segments, tape, walks.adj(plan.segments, states), edge=True)
+    d, cut = part.backward, cut_of(part, walks.heads)
+    exchange = exchange_of("backward", part, walks, group) if d.tiles else None
+    total, tape, leaving = part.seqs.total, made.tapes.get("all"), None
+    maps: tuple[torch.Tensor, ...] = ()
+    if total and cut is not None:
+        if tape is None:
+            maps = walks.transfer(cut.segments)
+            m, live = maps[1:]
+        else:
+            m, live = made.tapes["m"], made.tapes["live"]
+        b = walks.adj_transfer(cut.segments, live)
+        if exchange is not None:
+            echoed = None if made.maps is None or not part.joined else made.maps.mT
+            fill(exchange, part, d, [_adjoints_of(walks, part, cut, b, m, live)], echoed)
+    if exchange is not None:
+        exchange.start()
+    seqs = part.seqs if cut is None else cut.segments
+    if total and tape is None:
+        states = None if cut is None else _entering(walks, part, cut, maps, made.entering)
+        tape = walks.scan(seqs, states, save=True, output=False)
+    if exchange is not None:
+        everyones_b, everyones_m = halves(exchange.wait(), part)
+        if d.chains:
+            if not part.joined:
+                everyones_m = everyones_b[:0] if made.maps is None else made.maps
+            leaving = walks.merge(everyones_b, everyones_m, d.chains, d.receivers, transposed=not part.joined)
+    if total:
+        adjoints = None
+        if cut is not None:
+            _put(b, cut.behind([s for role in LEFT for s in part.ids[role]]), leaving)
+            adjoints = _inside(walks, cut.adjoint_inner, b, m, live, transposed=True)
+        walks.out(seqs, tape, walks.adj(seqs, adjoints), edge=cut is not None)
 
 
-def _rows(states: torch.Tensor, segments: tuple[int, ...]) -> torch.Tensor | None:
-    return torch.stack([states[s] for s in segments]) if segments else None
-
-
-def _spread(
-    plan: Plan, states: torch.Tensor | None, segments: tuple[int, ...], walks: JointWalks
+def _entering(
+    walks: JointWalks,
+    part: Plan,
+    cut: Cut,
+    maps: tuple[torch.Tensor, ...],
+    entering: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Merged states in the rows of their segments; nobody reads the others."""
-    spread = torch.empty((plan.segments.n, walks.heads, 128, 128), dtype=torch.float32, device=walks.device)
+    """The state that enters each segment."""
+    b, m, live = maps
+    _put(b, cut.before([s for role in ENTERED for s in part.ids[role]]), entering)
+    return _inside(walks, cut.inner, b, m, live, transposed=False)
+
+
+def _inside(
+    walks: JointWalks,
+    chains: Chains,
+    b: torch.Tensor,
+    m: torch.Tensor,
+    live: torch.Tensor,
+    *,
+    transposed: bool,
+) -> torch.Tensor:
+    """States at the edges of segments; rows that no chain names are nobody's."""
+    if not chains:
+        return torch.empty_like(b)
+    return walks.merge(b, m, chains, b.shape[0], live=live, transposed=transposed)
+
+
+def _put(b: torch.Tensor, rows: list[int], states: torch.Tensor | None) -> None:
     if states is not None:
-        for segment, row in zip(segments, states, strict=True):
-            spread[segment].copy_(row)
-    return spread
+        for row, state in zip(rows, states, strict=True):
+            b[row].copy_(state)
+
+
+def _maps_of(
+    walks: JointWalks, part: Plan, cut: Cut, b: torch.Tensor, m: torch.Tensor, live: torch.Tensor
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """B of first and middle sequences, and M of the latter: those of their segments, composed."""
+    first, middle = ([cut.runs[s] for s in part.ids[role]] for role in LEFT)
+    ends = []
+    if first:
+        chains = tuple(
+            tuple((i, i if j else -1, row if i == run[-1] else -1) for j, i in enumerate(run))
+            for row, run in enumerate(first)
+        )
+        ends.append(walks.merge(b, m, chains, len(first), live=live))
+    own_maps = None
+    if middle:
+        # Both parts of a map at once, as the columns of one state.
+        wide = b.new_zeros((sum(map(len, middle)), *b.shape[1:3], 256))
+        tile, steps = 0, []
+        for row, run in enumerate(middle):
+            wide[tile, ..., 128:].copy_(m[run[0]])
+            chain = []
+            for j, i in enumerate(run):
+                wide[tile, ..., :128].copy_(b[i])
+                chain.append((tile, i if j else -1, row if i == run[-1] else -1))
+                tile += 1
+            steps.append(tuple(chain))
+        both = walks.merge(wide, m, tuple(steps), len(middle), live=live)
+        ends.append(both[..., :128])
+        own_maps = both[..., 128:].contiguous()
+    return torch.cat(ends) if ends else None, own_maps
+
+
+def _adjoints_of(
+    walks: JointWalks, part: Plan, cut: Cut, b: torch.Tensor, m: torch.Tensor, live: torch.Tensor
+) -> torch.Tensor | None:
+    """B of the adjoint walks of middle and last sequences: those of their segments, composed."""
+    runs = [cut.runs[s] for role in ENTERED for s in part.ids[role]]
+    if not runs:
+        return None
+    chains = tuple(
+        tuple((i, i if j else -1, row if i == run[0] else -1) for j, i in enumerate(reversed(run)))
+        for row, run in enumerate(runs)
+    )
+    return walks.merge(b, m, chains, len(runs), live=live, transposed=True)

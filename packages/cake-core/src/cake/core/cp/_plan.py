@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from cake.core.cp._partition import Partition, Piece
-from cake.core.segments import Segments
 from cake.core.sequences import Sequences
 from cake.core.state_chain import Step
 
-__all__ = ["ENTERED", "LEFT", "ROLES", "Direction", "Plan", "make_plan"]
+__all__ = ["ENTERED", "LEFT", "ROLES", "Chains", "Direction", "Plan", "make_plan"]
 
 ROLES = ("alone", "first", "middle", "last")
 #: Roles whose sequences a state enters, and whose sequences an adjoint of the final state enters from behind.
@@ -70,44 +69,6 @@ class Plan:
     def roles(self) -> dict[str, Sequences | None]:
         """The sequences of each role by themselves, None where there are none."""
         return {role: self.seqs.select(ids) if ids else None for role, ids in self.ids.items()}
-
-    @cached_property
-    def segments(self) -> Segments:
-        """All local sequences as segments of longer ones, for stages that walk no selections.
-
-        A segment opens where the one before it goes on, and the end of one says whether another follows: an
-        empty segment stands for what lies on other ranks, before and behind.
-        """
-        ends, sequence, opens = [0], [], []
-        for s, (_, end) in enumerate(self.seqs.spans):
-            entered, left = (any(s in self.ids[role] for role in roles) for roles in (ENTERED, LEFT))
-            parts = [(ends[-1], False)] * entered + [(end, entered)] + [(end, True)] * left
-            for stop, inner in parts:
-                ends.append(stop)
-                sequence.append(s)
-                opens.append(inner)
-        return Segments(
-            batch=1,
-            tokens=self.seqs.tokens,
-            boundaries=tuple(ends),
-            cu_device=None,
-            n=len(opens),
-            chunk_capacity=self.seqs.chunk_capacity,
-            boundary_capacity=self.seqs.boundary_capacity,
-            sequence=tuple(sequence),
-            opens=tuple(opens),
-            followed=(*opens[1:], False),
-            whole=self.seqs,
-        )
-
-    def segments_of(self, *roles: str) -> tuple[int, ...]:
-        """Which of `segments` are the sequences of some roles, role by role."""
-        place, places = 0, []
-        for s in range(self.seqs.n):
-            entered, left = (any(s in self.ids[role] for role in edge) for edge in (ENTERED, LEFT))
-            places.append(place + entered)
-            place += 1 + entered + left
-        return tuple(places[s] for role in roles for s in self.ids[role])
 
 
 @lru_cache(maxsize=64)
