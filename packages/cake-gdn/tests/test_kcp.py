@@ -11,7 +11,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from cake.core import cp
-from cake.core.cp import _exchange
+from cake.core.cp import _exchange, _joint
 from cake.core.testing import Limit, Ranks, assert_bitwise_equal, assert_within, error_report
 from cake.gdn import _torch, build_kcp_context, chunk_gated_delta_rule, kcp_chunk_gated_delta_rule, last_route
 
@@ -30,7 +30,7 @@ PACKS = {
 def part(group, tensors, bounds, how, options):
     """One rank's forward and backward: results of its tokens, in local order.
 
-    The option `joint` has the stages walk all sequences at once, as kernels do.
+    The option `joint` has the stages walk all sequences at once, as kernels do; "cut": every chunk by itself.
     """
     options = dict(options)
     joint = options.pop("joint", False)
@@ -38,6 +38,8 @@ def part(group, tensors, bounds, how, options):
     inputs = {name: context.shard(x).detach().requires_grad_() for name, x in tensors.items() if name != "do"}
     with pytest.MonkeyPatch().context() as change:
         change.setattr(_torch, "SELECTIONS", not joint)
+        if joint == "cut":
+            change.setattr(_joint, "MOST_CHUNKS", 1)
         o, none = kcp_chunk_gated_delta_rule(
             **inputs, cp_context=context, use_qk_l2norm_in_kernel=True, **options
         )
@@ -141,7 +143,7 @@ class TestAccuracy:
         for world, heads in zip(WORLDS[1:], [(1, 1), (2, 4), (2, 2)], strict=True):
             case, given = tensors(bounds, heads=heads, gate="ordinary" if world == 2 else -0.01)
             how = {"layout": layout}
-            for options in ({"joint": True}, {"joint": True, "recompute_state": True}):
+            for options in ({"joint": True, "recompute_state": True}, {"joint": "cut"}):
                 parts = ranks.values(part, given, bounds, how, options, world=world)
                 assert_accurate(case, parts)
 
