@@ -5,9 +5,9 @@
 // Every pair i > j meets once in a binary tree over the chunk's rows: at the node that has i in its right half and j in its
 // left one. With r = b of the left half's last row both 2^(b_i - r) and 2^(r - b_j) are at most 1 and neither is smaller
 // than their product, so no gate overflows and nothing underflows that isn't 0 anyway. Where a block of 16 rows falls by
-// little, as all but the strongest gates do, it is one product with r in its middle: the factors stay within 2^60, and within
-// 1 in pairs. A node is a product of bf16 operands, and the gradient of b takes the same rounded operands: the two sides of a pair
-// cancel in it to fp32.
+// little, as with all but strong gates, it is one product with r halfway: the factors stay within 2^90, and within 1 in
+// pairs. A node is a product of bf16 operands, and the gradient of b takes the same rounded operands: the two sides of a
+// pair cancel in it to fp32.
 //
 // A warp works on 16 channels of all tokens, transposed: rows of an accumulator are channels, columns are tokens, so that
 // an operand scaled by its decay is a register fragment as it stands and nothing is exchanged between warps. A thread holds
@@ -347,17 +347,16 @@ __device__ __forceinline__ void block_nodes(Sums& sums, const Tree& tree, int bl
   add(sums, part, block);
 }
 
-// The most that b may fall on either side of a block's middle for the block to be one product: 8 tokens at a log decay of -5
-// fit.
-constexpr float kReach = 60.f;
+// The most that b may fall within a block for it to be one product with r halfway: its factors then stay within 2^90. A log
+// decay of -8 at every token fits.
+constexpr float kNear = 180.f;
 
-// Whether a block falls by so little in all of this warp's channels; r: b of its eighth row.
-__device__ __forceinline__ bool is_near(const Tree& tree, int block, float2 r, const Strip& me) {
+// Whether a block falls by so little in all of this warp's channels, and r.
+__device__ __forceinline__ bool is_near(float2& r, const Tree& tree, int block, const Strip& me) {
   const float4 first = (*tree.decays)[2 * block][me.thread & ~3];
   const float2 last = border(tree, 2 * block + 1, me);
-  const bool near =
-      first.x - r.x <= kReach && first.z - r.y <= kReach && r.x - last.x <= kReach && r.y - last.y <= kReach;
-  return __all_sync(0xffffffffu, near);
+  r = make_float2(0.5f * (first.x + last.x), 0.5f * (first.z + last.y));
+  return __all_sync(0xffffffffu, first.x - last.x <= kNear && first.z - last.y <= kNear);
 }
 
 // All pairs of a block, the diagonal included, with r as every row's border.
@@ -421,8 +420,8 @@ __device__ __forceinline__ void near_block(Sums& sums, const Tree& tree, int blo
 __device__ __forceinline__ void tree_gradients(Sums& sums, const Tree& tree, const Strip& me) {
 #pragma unroll 1
   for (int block = 0; block < 4; ++block) {
-    const float2 r = border(tree, 2 * block, me);
-    if (is_near(tree, block, r, me)) near_block(sums, tree, block, r, me);
+    float2 r;
+    if (is_near(r, tree, block, me)) near_block(sums, tree, block, r, me);
     else block_nodes(sums, tree, block, me);
   }
 #pragma unroll 1
