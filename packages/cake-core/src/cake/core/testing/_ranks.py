@@ -43,7 +43,7 @@ class Outcome:
 
 
 class Ranks:
-    """A pool of `size` processes with a gloo group each of the first 1, 2, … `size` of them.
+    """A pool of `size` processes with a process group each of the first 1, 2, … `size` of them.
 
     Use as a context manager. Functions are named by file and name, since the modules of test files can't be
     imported elsewhere; arguments and results are pickled, and there is one thread to a process.
@@ -51,10 +51,11 @@ class Ranks:
     Args:
         size: processes.
         subgroup_timeout: seconds after which a collective of fewer ranks than all gives up.
+        backend: "gloo", or "nccl" for a GPU to each process, its current one.
     """
 
-    def __init__(self, size: int, subgroup_timeout: float = COLLECTIVE_TIMEOUT):
-        self.size, self._timeout = size, subgroup_timeout
+    def __init__(self, size: int, subgroup_timeout: float = COLLECTIVE_TIMEOUT, backend: str = "gloo"):
+        self.size, self._timeout, self._backend = size, subgroup_timeout, backend
         self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
 
@@ -65,7 +66,9 @@ class Ranks:
         for rank in range(self.size):
             here, there = context.Pipe()
             process = context.Process(
-                target=_serve, args=(there, rank, self.size, meet, self._timeout, os.getpid()), daemon=True
+                target=_serve,
+                args=(there, rank, self.size, meet, self._timeout, self._backend, os.getpid()),
+                daemon=True,
             )
             process.start()
             there.close()
@@ -128,7 +131,9 @@ class Ranks:
         return [outcome.value for outcome in outcomes]
 
 
-def _serve(pipe: Connection, rank: int, size: int, meet: str, timeout: float, parent: int) -> None:
+def _serve(
+    pipe: Connection, rank: int, size: int, meet: str, timeout: float, backend: str, parent: int
+) -> None:
     """The life of one rank."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     import torch
@@ -136,7 +141,9 @@ def _serve(pipe: Connection, rank: int, size: int, meet: str, timeout: float, pa
 
     torch.set_num_threads(1)
     limit, own = (datetime.timedelta(seconds=seconds) for seconds in (timeout, COLLECTIVE_TIMEOUT))
-    dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=size, timeout=own)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, init_method=f"file://{meet}", rank=rank, world_size=size, timeout=own)
     dist.barrier()
     groups = [dist.new_group(list(range(n)), timeout=limit) for n in range(1, size)]
     modules: dict[str, ModuleType] = {}
