@@ -13,7 +13,10 @@ SPEC = OpSpec(
     variants=("det", "fast"),
     selection=Selection(option="linear_attention_backend", value="cake"),
     kernel_packages=(KernelPackage(name="kda", module="cake.kda", path="csrc"),),
-    entry_points={"chunk_kda": "cake.kda.api:chunk_kda"},
+    entry_points={
+        "chunk_kda": "cake.kda.api:chunk_kda",
+        "kcp_chunk_kda": "cake.kda.api:kcp_chunk_kda",
+    },
     bench="cake.kda.bench:BENCH",
     verify="cake.kda.verify:VERIFY",
     fla="cake.kda.fla:ADAPTER",
