@@ -36,7 +36,7 @@ static_assert(2 * kChannelRegisters + kDeltaRegisters + kProducerRegisters == 51
 constexpr float kLeastBeta = 0x1p-60f;
 constexpr int kPartial = 1 + kHeadDim;  // floats of a row of partial sums
 
-enum OutBarrier { kChannelBarrier = 1, kDeltaBarrier = 2, kProducerBarrier = 3 };
+enum OutBarrier { kChannelBarrier = 1, kDeltaBarrier = 2 };
 
 struct OutArgs {
   View<const __nv_bfloat16> q, k, v, grad;  // [B, T, H or HV, 128]; grad = dO
