@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 MEASURED = ROOT / "tools" / "measured.py"
@@ -23,7 +26,7 @@ def test_a_stale_table_is_found_and_mended(tmp_path):
     for name in ("README.md", "docs", "tools", "packages/cake-gdn/benchmarks"):
         source, target = ROOT / name, tmp_path / name
         for path in [source] if source.is_file() else source.rglob("*"):
-            if path.is_file() and path.suffix in {".md", ".py", ".json"}:
+            if path.is_file() and path.suffix in {".md", ".py", ".json", ".png"}:
                 copy = target if source.is_file() else target / path.relative_to(source)
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 copy.write_bytes(path.read_bytes())
@@ -35,3 +38,14 @@ def test_a_stale_table_is_found_and_mended(tmp_path):
     assert (done.returncode, done.stdout) == (1, "README.md: differs from its results\n")
     assert run(script).returncode == 0
     assert readme.read_text() == good
+    # Other results: the picture is stale, too.
+    pytest.importorskip("matplotlib")
+    results = tmp_path / "packages/cake-gdn/benchmarks/results/h200.json"
+    document = json.loads(results.read_text())
+    document["rows"][0]["gpu_ms"] *= 2
+    results.write_text(json.dumps(document))
+    done = run(script, "--check")
+    assert done.returncode == 1
+    assert "docs/gdn-h200.png: differs from its results\n" in done.stdout
+    assert run(script).returncode == 0
+    assert run(script, "--check").returncode == 0

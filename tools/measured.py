@@ -1,15 +1,17 @@
 #!/usr/bin/env python3
-"""Write the measured tables of README.md and docs from the committed results, or check that they agree.
+"""Write the measured tables and pictures of README.md and docs from the committed results, or check them.
 
-    python3 tools/measured.py            # rewrite the tables
-    python3 tools/measured.py --check    # exit 1 where a document's table isn't what its results say
+    python3 tools/measured.py            # rewrite them; pictures need cake-core[chart]
+    python3 tools/measured.py --check    # exit 1 where a table or a picture isn't what its results say
 
-A table stands between `<!-- measured NAME -->` and `<!-- /measured -->`; the names are the keys of TABLES.
+A table stands between `<!-- measured NAME -->` and `<!-- /measured -->`; the names are the keys of TABLES. A
+picture holds the hash of the results that it was drawn from.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import re
 import sys
@@ -130,6 +132,10 @@ TABLES: dict[str, tuple[Path, Callable[[dict[str, Any]], str]]] = {
 }
 
 
+#: Picture: the results that it shows.
+PICTURES: dict[Path, Path] = {ROOT / "docs" / "gdn-h200.png": GDN}
+
+
 def rendered(text: str) -> str:
     """A document with its tables as the results say."""
 
@@ -140,16 +146,39 @@ def rendered(text: str) -> str:
     return MARK.sub(table, text)
 
 
+def digest(path: Path) -> str:
+    """What a picture of these results holds."""
+    rows = json.loads(path.read_text())["rows"]
+    return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
+
+
+def is_drawn(picture: Path, results: Path) -> bool:
+    """Whether the picture shows these results. Text in a PNG is not compressed."""
+    return picture.is_file() and digest(results).encode() in picture.read_bytes()
+
+
+def draw(picture: Path, results: Path) -> None:
+    from cake.core.bench import chart
+
+    document = json.loads(results.read_text())
+    chart(document, picture, note=f"results {digest(results)}")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where a table differs")
     check = parser.parse_args().check
     stale = [path for path in DOCUMENTS if rendered(path.read_text()) != path.read_text()]
-    for path in stale:
+    undrawn = [path for path, results in PICTURES.items() if not is_drawn(path, results)]
+    for path in [*stale, *undrawn]:
         print(f"{path.relative_to(ROOT)}: {'differs from its results' if check else 'rewritten'}")
-        if not check:
-            path.write_text(rendered(path.read_text()))
-    return int(check and bool(stale))
+    if check:
+        return int(bool(stale or undrawn))
+    for path in stale:
+        path.write_text(rendered(path.read_text()))
+    for path in undrawn:
+        draw(path, PICTURES[path])
+    return 0
 
 
 if __name__ == "__main__":

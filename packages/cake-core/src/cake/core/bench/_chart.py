@@ -18,7 +18,9 @@ OWN = ("#1b4965", "#5fa8d3")
 OTHERS = ("#f4a261", "#e76f51", "#8d99ae", "#bc6c25")
 
 
-def chart(document: Mapping[str, Any], path: Path, passes: Sequence[str] = CHART_PASSES) -> None:
+def chart(
+    document: Mapping[str, Any], path: Path, passes: Sequence[str] = CHART_PASSES, *, note: str | None = None
+) -> None:
     """Draws a results document.
 
     Args:
@@ -26,6 +28,7 @@ def chart(document: Mapping[str, Any], path: Path, passes: Sequence[str] = CHART
             an arm with several modes the first is drawn.
         path: the PNG.
         passes: which passes; one panel each.
+        note: written into the PNG as its description.
 
     Raises:
         ImportError: matplotlib isn't installed; the message says how to get it.
@@ -42,7 +45,7 @@ def chart(document: Mapping[str, Any], path: Path, passes: Sequence[str] = CHART
         raise ValueError(f"the results have no pass of {', '.join(passes)}")
     shapes = list(dict.fromkeys(row["shape"] for row in rows))
     arms = [arm for arm in dict.fromkeys(row["arm"] for row in rows) if arm != "floor"]
-    figure = Figure(figsize=(max(6.0, 1.1 * len(shapes) + 2), 3.2 * len(shown)), layout="constrained")
+    figure = Figure(figsize=(max(6.0, 0.75 * len(shapes) + 2), 3.2 * len(shown)), layout="constrained")
     for index, which in enumerate(shown):
         axes = figure.add_subplot(len(shown), 1, index + 1)
         here = [row for row in rows if row["pass"] == which]
@@ -61,7 +64,9 @@ def chart(document: Mapping[str, Any], path: Path, passes: Sequence[str] = CHART
                 axes.hlines(
                     floor, x - 0.45, x + 0.45, colors="black", linestyles="dashed", lw=1.2, label=label
                 )
-        axes.set_xticks(range(len(shapes)), shapes, rotation=30, ha="right", fontsize=8)
+        axes.set_xticks(
+            range(len(shapes)), shapes, rotation=30, ha="right", rotation_mode="anchor", fontsize=8
+        )
         axes.set_ylabel(f"{'GPU' if field == 'gpu_ms' else 'wall'} time, ms")
         axes.set_title(which, loc="left", fontsize=10)
         axes.spines[["top", "right"]].set_visible(False)
@@ -69,7 +74,7 @@ def chart(document: Mapping[str, Any], path: Path, passes: Sequence[str] = CHART
             axes.legend(frameon=False, fontsize=8, ncols=max(1, len(arms) + 1))
     head = document["header"]
     figure.suptitle(f"{rows[0]['op']} on {head['gpu'] or head['cpu']}", fontsize=11)
-    figure.savefig(path, dpi=150, format="png", metadata={"Software": None})
+    figure.savefig(path, dpi=150, format="png", metadata={"Software": None, "Description": note})
 
 
 def _value(rows: Sequence[Mapping[str, Any]], shape: str, arm: str, field: str) -> float | None:
