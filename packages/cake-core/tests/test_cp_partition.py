@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cake.core import cp
-from cake.core.cp import _plan, partition
+from cake.core.cp import _joint, _plan, partition
 
 WORLDS = (1, 2, 3, 4, 8)
 
@@ -227,6 +227,51 @@ class TestPlan:
                 m, b = maps[piece]
                 state = entering[after] = (m * state + b) % prime
         return entering
+
+
+class TestCut:
+    """Pieces as segments of a call's table, where empty ones stand for what lies on other ranks."""
+
+    @pytest.mark.parametrize("most", [1, 2, 128])
+    def test_segments_cover_their_pieces(self, monkeypatch, most):
+        monkeypatch.setattr(_joint, "MOST_CHUNKS", most)
+        for bounds, layout, fragments in packs(3):
+            made = partition(bounds, 3, layout, fragments)
+            for rank in range(3):
+                plan = _plan.make_plan(made, rank, False)
+                _joint._cut.cache_clear()
+                cut = cp.cut_of(plan, 2)
+                if cut is None or not plan.seqs.total:
+                    assert plan.seqs.total == 0 or not plan.forward.tiles
+                    continue
+                self.check(plan, cut, most)
+
+    def check(self, plan, cut, most):
+        segments, named = cut.segments, set()
+        for s, (start, end) in enumerate(plan.seqs.spans):
+            run = cut.runs[s]
+            named.update(run)
+            spans = [segments.spans[i] for i in run]
+            assert (spans[0][0], spans[-1][1]) == (start, end)
+            assert all(a[1] == b[0] and (a[1] - start) % 64 == 0 for a, b in pairwise(spans))
+            assert {segments.sequence[i] for i in run} == {s}
+            roles = {role for role, ids in plan.ids.items() if s in ids}
+            assert roles == {"alone"} or all(segments.chunk_counts[i] <= most for i in run)
+            entered, left = bool(roles & {"middle", "last"}), bool(roles & {"first", "middle"})
+            assert segments.opens[run[0]] == entered
+            assert segments.followed[run[-1]] == left
+            assert all(segments.opens[i] for i in run[1:])
+            assert all(segments.followed[i] for i in run[:-1])
+            for there, (i,), at in ((entered, cut.before([s]), start), (left, cut.behind([s]), end)):
+                if there:
+                    named.add(i)
+                    assert segments.spans[i] == (at, at)
+                    assert segments.sequence[i] == s
+        assert named == set(range(segments.n))
+        # What a kernel is told: a boundary where a segment opens is one where the one before it is followed.
+        assert segments.followed == (*segments.opens[1:], False)
+        assert not segments.opens[0]
+        assert segments.sequence == tuple(n - 1 for n in accumulate(int(not x) for x in segments.opens))
 
 
 class TestRefusals:
