@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import threading
 from collections.abc import Callable
@@ -116,6 +117,23 @@ def test_a_doctored_kernel_is_caught(what: str, monkeypatch: pytest.MonkeyPatch)
         assert outcomes["accuracy"].passed
     if gate not in ("accuracy", "5 calls alike"):
         assert [name for name, outcome in outcomes.items() if not outcome.passed] == [gate]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "what", ["dk is 2 % too large", "eight columns of o are those beside", "dv changes from call to call"]
+)
+def test_a_doctored_kernel_is_caught_on_a_gpu(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage, change, gate = DOCTORED[what]
+    kernels = importlib.import_module("cake.kda._cuda")
+    original = getattr(kernels, stage)
+
+    def doctored(*arguments: Any, **keywords: Any) -> Any:
+        return change(original(*arguments, **keywords), keywords)
+
+    monkeypatch.setattr(kernels, stage, doctored)
+    runner = Runner(VERIFY, ("det",), torch.device("cuda", 0), cases=(VERIFY.case(CASE),))
+    assert not {outcome.gate: outcome for outcome in runner.run()}[gate].passed
 
 
 def test_a_kernel_that_raises_fails_its_gates(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
