@@ -319,3 +319,27 @@ def test_the_real_driver_agrees_with_torch() -> None:
     assert len(found.gpus) == torch.cuda.device_count()
     assert found.gpus[0].capability == torch.cuda.get_device_capability(0)
     assert found.gpus[0].name == torch.cuda.get_device_name(0)
+
+
+@pytest.mark.parametrize(
+    ("version", "row", "notes"),
+    [
+        ("0.6.0", "0.6.0", 1),
+        ("0.4.2", "0.4.2: cake registers with flash-linear-attention >=0.5,<0.7, got 0.4.2", 0),
+    ],
+)
+def test_flash_linear_attention_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, row: str, notes: int
+) -> None:
+    source = "from cake.core.spec import OpSpec\nSPEC = OpSpec('called', 'cake-called', fla='a:b')"
+    files = {"cake_called.py": source}
+    op = installed_distribution(
+        tmp_path / "op", "cake-called", ops={"called": "cake_called:SPEC"}, files=files
+    )
+    library = installed_distribution(tmp_path / "fla", "fla-core", version=version)
+    with op, library, machine(monkeypatch, driver=NONE):
+        report = _report.collect()
+    assert dict(report.sections["Python"])["flash-linear-attention"] == row
+    told = [f.text for f in report.findings if "import cake.called.fla" in f.text]
+    assert len(told) == notes
+    assert not any(finding.stops for finding in report.findings if "flash-linear" in finding.text)

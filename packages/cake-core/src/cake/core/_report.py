@@ -78,6 +78,33 @@ def _python(report: Report, driver: Driver) -> None:
     )
     rows.append(("torch", _torch(report, driver)))
     rows.append(("apache-tvm-ffi", _tvm_ffi(report)))
+    found = _flash_linear_attention(report)
+    if found is not None:
+        rows.append(("flash-linear-attention", found))
+
+
+def _flash_linear_attention(report: Report) -> str | None:
+    from .fla import FlaError, installed, registered
+
+    version = provenance.distribution_version("fla-core") or provenance.distribution_version(
+        "flash-linear-attention"
+    )
+    if version is None:
+        return None
+    try:
+        installed()
+    except FlaError as error:
+        return f"{version}: {error}"
+    asked = any(row.name == "fla" and (row.value or row.error) for row in config.resolved())
+    if registered() or asked:
+        return version
+    names = ", ".join(f"import cake.{spec.name}.fla" for spec in registry.ops() if spec.fla is not None)
+    if names:
+        report.note(
+            f"flash-linear-attention {version} is installed and runs its own kernels: {names} in a program's "
+            f"first lines, or CAKE_FLA=1, has it run cake's"
+        )
+    return version
 
 
 def _torch(report: Report, driver: Driver) -> str:
