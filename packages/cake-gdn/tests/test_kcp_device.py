@@ -13,8 +13,8 @@ from cake.core.cp import _joint, cut_of
 from cake.core.testing import poisoned_empty
 from cake.gdn import _torch, build_kcp_context, kcp_chunk_gated_delta_rule, last_route
 
-BOUNDS = (0, 3, 403, 403, 1000, 1064)
-CUTS = (0, 3, 100, 164, 300, 403, 640, 700, 900, 1000, 1032, 1064)
+BOUNDS = (0, 3, 203, 203, 500, 532)
+CUTS = (0, 3, 100, 164, 203, 270, 400, 500, 520, 532)
 
 
 @pytest.fixture(params=["in parts", "at once", "at once, cut"])
@@ -52,10 +52,9 @@ def lengths():
     return tuple(end - start for start, end in pairwise(BOUNDS))
 
 
-@pytest.mark.parametrize("gate", ["ordinary", -0.01, 0.0, "model"], ids=str)
-@pytest.mark.parametrize("heads", [(1, 1), (2, 4)], ids=str)
-def test_accuracy(make, walk, assert_accurate, lengths, gate, heads):
-    case = make(lengths, heads=heads, gate=gate, state=False)
+@pytest.mark.parametrize("gate", ["ordinary", -0.01, 0.0], ids=str)
+def test_accuracy(make, walk, assert_accurate, lengths, gate):
+    case = make(lengths, heads=(1, 2), gate=gate, state=False)
     with poisoned_empty():
         got = walk(case)
     assert last_route().path == "kcp"
@@ -64,7 +63,7 @@ def test_accuracy(make, walk, assert_accurate, lengths, gate, heads):
 
 
 def test_recomputed_states(make, walk, assert_same_bits, lengths):
-    case = make(lengths, heads=(2, 4), gate=-0.05, state=False)
+    case = make(lengths, heads=(1, 2), gate=-0.05, state=False)
     saved = walk(case, recompute_state=False)
     with poisoned_empty():
         assert_same_bits(walk(case, recompute_state=True), saved)
