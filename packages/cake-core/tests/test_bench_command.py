@@ -177,6 +177,15 @@ def test_arms_that_disagree_make_the_command_fail(timed, capsys):
     assert "wrong differs from cake-det" in capsys.readouterr().out.replace("\n", " ")
 
 
+def test_all_others_are_timed_and_absent_ones_named(timed):
+    out = timed / "results.json"
+    assert bench("--vs", "all", "--passes", "fwd", "--variants", "cake-det", "--out", str(out)) == 1
+    found = json.loads(out.read_text())
+    assert {row["arm"] for row in found["rows"]} == {"cake-det", "peer"}
+    assert any(note.startswith("absent: can't be loaded") for note in found["notes"])
+    assert any("wrong differs from" in note for note in found["notes"])
+
+
 def test_time_budget_of_nothing_runs_nothing(timed):
     out = timed / "results.json"
     assert bench("--time-budget", "0", "--out", str(out)) == 0

@@ -30,7 +30,12 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "Every arm is checked against another or the truth before it is timed, and the arms take turns.",
     )
     parser.add_argument("op", help="the op, such as gdn")
-    parser.add_argument("--vs", metavar="NAMES", default="", help="others to time: fla,flashqla")
+    parser.add_argument(
+        "--vs",
+        metavar="NAMES",
+        default="",
+        help="others to time: fla,flashqla; all for all that are installed",
+    )
     parser.add_argument("--variants", metavar="NAMES", default="", help="the op's own arms; default: all")
     parser.add_argument("--shapes", metavar="NAMES", default="", help="default: all that suit the device")
     parser.add_argument(
@@ -258,7 +263,8 @@ def _plan(args: argparse.Namespace, bench: Bench, device: torch.device) -> Plan:
         for arm in own
         if arm.name in _chosen("--variants", args.variants, [a.name for a in own])
     ]
-    wanted = _chosen("--vs", args.vs, [arm.name for arm in peers]) if args.vs else []
+    names = "" if args.vs == "all" else args.vs
+    wanted = _chosen("--vs", names, [arm.name for arm in peers]) if args.vs else []
     shapes = [bench.shape(name) for name in _names(args.shapes)] or list(bench.default_shapes(device.type))
     return Plan(
         shapes=tuple(shapes),
