@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -75,3 +78,16 @@ def test_the_stamp_changes_with_what_calls_run() -> None:
     assert stamps[0] == config.stamp == ""
     assert stamps[1] == stamps[3]
     assert len(set(stamps)) == 3
+
+
+def test_the_mark_is_the_one_that_torch_sets() -> None:
+    def marked() -> None:
+        pass
+
+    torch.compiler.assume_constant_result(marked)
+    assert vars(marked) == vars(tracing._read)
+
+
+def test_importing_it_leaves_the_compiler_alone() -> None:
+    code = "import sys, cake.core.tracing; sys.exit('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
