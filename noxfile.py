@@ -116,8 +116,8 @@ def lint(session: nox.Session) -> None:
     cuda = sorted(
         str(path.relative_to(ROOT))
         for root in (ROOT / "kernels", ROOT / "packages")
-        for path in root.rglob("*.cu*")
-        if path.suffix in (".cu", ".cuh") and "_vendor" not in path.parts
+        for path in root.rglob("*.*")
+        if path.suffix in (".cu", ".cuh", ".h", ".cc") and "_vendor" not in path.parts
     )
     if cuda:
         session.run("clang-format", "--dry-run", "--Werror", *cuda)

@@ -1,5 +1,29 @@
-"""Marks of the suite: gpu tests skip by themselves where there is no GPU."""
+"""Marks of the suite, and the emulator: gpu tests skip by themselves where there is no GPU."""
 
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+from cake.core import ToolchainError, toolchain
 from cake.core.testing.markers import pytest_configure, pytest_runtest_setup
 
 __all__ = ["pytest_configure", "pytest_runtest_setup"]
+
+SOURCE = Path(__file__).parents[1] / "emulator" / "emulator.py"
+
+
+@pytest.fixture(scope="session")
+def emulator():
+    """The module `emulator`; without a C++ compiler the test is skipped, and where its fibers can't run."""
+    if sys.platform != "linux":
+        pytest.skip("the emulator needs Linux")
+    try:
+        toolchain.host_compiler()
+    except ToolchainError as error:
+        pytest.skip(f"the emulator needs a C++ compiler: {error}")
+    spec = importlib.util.spec_from_file_location("emulator", SOURCE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,5 +1,6 @@
-"""The device library's primitives on the GPU, each against a plain product or inverse."""
+"""The device library's primitives against plain products and inverses: on the GPU, and under the emulator."""
 
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -7,34 +8,45 @@ import torch
 
 from cake.core import loader
 
-pytestmark = pytest.mark.gpu("sm_90a")
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu("sm_90a"))])
+def device(request):
+    return request.param
 
 
-@pytest.fixture(scope="module")
-def library():
+@cache
+def on_gpu():
     return loader.load_from(Path(__file__).parent, "header_tests", arch="sm_90a")
 
 
-def stream():
-    return torch.cuda.current_stream().cuda_stream
+@pytest.fixture
+def library(device, request):
+    if device == "cpu":
+        return request.getfixturevalue("emulator").load(Path(__file__).parent, "header_tests")
+    return on_gpu()
+
+
+@pytest.fixture
+def stream(device):
+    return torch.cuda.current_stream().cuda_stream if device == "cuda" else 0
 
 
 @pytest.mark.parametrize("k", [64, 128], ids="K{}".format)
 @pytest.mark.parametrize("n", [64, 128], ids="N{}".format)
 @pytest.mark.parametrize("mn_major_b", [False, True], ids=["B-K-major", "B-MN-major"])
 @pytest.mark.parametrize("from_a", [0, 1, 2], ids=["A-registers", "A-K-major", "A-MN-major"])
-def test_wgmma_product(library, from_a, mn_major_b, n, k):
-    generator = torch.Generator("cuda").manual_seed(n + k)
-    a = torch.randn(64, k, generator=generator, device="cuda").bfloat16()
-    b = torch.randn(n, k, generator=generator, device="cuda").bfloat16()
-    d = torch.full((64, n), float("nan"), device="cuda")
+def test_wgmma_product(library, device, stream, from_a, mn_major_b, n, k):
+    generator = torch.Generator(device).manual_seed(n + k)
+    a = torch.randn(64, k, generator=generator, device=device).bfloat16()
+    b = torch.randn(n, k, generator=generator, device=device).bfloat16()
+    d = torch.full((64, n), float("nan"), device=device)
     library.wgmma_product(
         from_a,
         mn_major_b,
         a.T.contiguous() if from_a == 2 else a,
         b.T.contiguous() if mn_major_b else b,
         d,
-        stream(),
+        stream,
     )
     expected = a.double() @ b.double().T
     # Products of bf16 are exact in fp32: what is left is the order of 128 sums.
@@ -56,11 +68,11 @@ def lower_triangles():
 
 
 @pytest.mark.parametrize("name", lower_triangles())
-def test_inverse(library, name):
-    lower = lower_triangles()[name].cuda()
-    x = torch.full((64, 64), float("nan"), device="cuda")
-    library.invert(lower, x, stream())
-    unit = torch.eye(64, device="cuda", dtype=torch.float64)
+def test_inverse(library, device, stream, name):
+    lower = lower_triangles()[name].to(device)
+    x = torch.full((64, 64), float("nan"), device=device)
+    library.invert(lower, x, stream)
+    unit = torch.eye(64, device=device, dtype=torch.float64)
     expected = torch.linalg.solve_triangular(unit + lower.double().tril(-1), unit, upper=False)
     error = (x - expected).abs().max() / expected.abs().max()
     # Split tf32 keeps about 2^-21 per product; the inverse is rounded to bf16, 2^-9, when it is used.
@@ -69,10 +81,10 @@ def test_inverse(library, name):
     assert (x.diagonal() == 1).all()
 
 
-def test_transposed_fragments(library):
-    x = torch.randn(64, 128, device="cuda").bfloat16()
-    y = torch.full((128, 64), float("nan"), device="cuda")
-    z = torch.full((64, 128), float("nan"), device="cuda", dtype=torch.bfloat16)
-    library.transpose_channels(x, y, z, stream())
+def test_transposed_fragments(library, device, stream):
+    x = torch.randn(64, 128, device=device).bfloat16()
+    y = torch.full((128, 64), float("nan"), device=device)
+    z = torch.full((64, 128), float("nan"), device=device, dtype=torch.bfloat16)
+    library.transpose_channels(x, y, z, stream)
     assert torch.equal(y, x.T.float())
     assert torch.equal(z, 2 * x)
