@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import gc
 import random
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from cake.core.cp import _context, _fla, _partition, build_kcp_context, of_call, partition
+from cake.core.cp import _context, _fla, _partition, build_kcp_context, of_call, partition, untraced
 
 CPU = torch.device("cpu")
 
@@ -325,3 +327,36 @@ class TestFlaContexts:
         context = self.context(group=object(), cu_seqlens_cpu=torch.tensor([0, 4]), layout="ring")
         with pytest.raises(ValueError, match="layout must be 'contiguous' or 'zigzag', got 'ring'"):
             of_call(context, CPU)
+
+
+class TestUntraced:
+    @staticmethod
+    def double(x):
+        return 2 * x
+
+    def test_leaves_what_torch_leaves(self):
+        """Everything that a tracer reads of a disabled function."""
+        names = {
+            name for name in vars(torch.compiler.disable(self.double)) if name.startswith("_torchdynamo")
+        }
+        ours = untraced(self.double)
+        assert names - set(vars(ours)) <= {"_torchdynamo_wrapper_id"}
+        for name in names & set(vars(ours)):
+            assert getattr(ours, name) == getattr(torch.compiler.disable(self.double), name)
+        assert ours(3) == 6
+
+    def test_breaks_compiled_regions(self):
+        ours = untraced(self.double)
+
+        def region(x):
+            return ours(x + 1) + 1
+
+        x = torch.ones(3)
+        assert torch.equal(torch.compile(region, backend="eager")(x), region(x))
+        torch._dynamo.reset()
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=r"torch.compiler.disable"):
+            torch.compile(region, backend="eager", fullgraph=True)(x)
+
+    def test_imports_no_compiler(self):
+        code = "import sys, cake.core.cp; assert 'torch._dynamo' not in sys.modules"
+        subprocess.run([sys.executable, "-c", code], check=True)

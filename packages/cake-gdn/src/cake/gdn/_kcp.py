@@ -29,7 +29,7 @@ _TAPES = (*cp.ROLES, "all", "m", "live")
 
 
 # No tracer sees an exchange.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@cp.untraced
 def run(
     q: torch.Tensor,
     k: torch.Tensor,

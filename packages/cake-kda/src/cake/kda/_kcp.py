@@ -28,7 +28,7 @@ _INPUTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias")
 
 
 # No tracer sees an exchange.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@cp.untraced
 def run(tensors: Tensors, call: Call, context: cp.Call) -> torch.Tensor:
     """The output, on the graph if a backward can follow."""
     if call.seqs.total:

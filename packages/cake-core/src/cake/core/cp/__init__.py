@@ -4,6 +4,7 @@ KcpContext, build_kcp_context   where the tokens of a pack lie (`_context`, `_pa
 forward, backward, Walks        a call in terms of stages that walk a part of the sequences (`_run`)
 forward_jointly, JointWalks, …  and of stages that walk all of them at once (`_joint`)
 Plan                            what one rank walks, sends and merges (`_plan`), exchanges (`_exchange`)
+untraced                        what a compiled region breaks at (`_untraced`)
 of_call                         the plan of a call under any context; flash-linear-attention's (`_fla`)
 """
 
@@ -15,6 +16,7 @@ from cake.core.cp._joint import Cut, JointWalks, backward_jointly, cut_of, forwa
 from cake.core.cp._partition import LAYOUTS, ConvBoundary, Partition, Piece, partition
 from cake.core.cp._plan import ROLES, Plan
 from cake.core.cp._run import Forward, Walks, backward, forward
+from cake.core.cp._untraced import untraced
 
 __all__ = [
     "LAYOUTS",
@@ -37,4 +39,5 @@ __all__ = [
     "forward_jointly",
     "of_call",
     "partition",
+    "untraced",
 ]

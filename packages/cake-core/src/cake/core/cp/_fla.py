@@ -18,6 +18,7 @@ import torch
 
 from cake.core.cp._context import KcpContext, rank_and_world
 from cake.core.cp._plan import ROLES, Direction, Plan
+from cake.core.cp._untraced import untraced
 from cake.core.sequences import Sequences, host_values, packed
 
 __all__ = ["Call", "of_call"]
@@ -77,7 +78,7 @@ class _Part:
 
 
 # A compiled region breaks here: nothing of a context is for a tracer.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@untraced
 def of_call(context: Any, device: torch.device) -> Call:
     """What a call on `device` under a context runs.
 
