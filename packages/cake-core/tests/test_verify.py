@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from cake.core.cli import main
 from cake.core.testing import installed_distribution
+from cake.core.verify import Given
+from cake.core.verify._runner import _late
 
 SPEC = """
 from cake.core.spec import OpSpec
@@ -157,3 +160,15 @@ def test_wrong_usage(proved: Path, capsys: Any, words: tuple[str, ...], message:
 def test_an_op_without_a_part_of_its_own_is_named(proved: Path, capsys: Any) -> None:
     assert main(["verify", "silent"]) == 1
     assert "op 'silent' declares nothing to verify" in capsys.readouterr().err
+
+
+def test_late_tensors_are_the_same_call() -> None:
+    x, w = torch.randn(1, 4, 2, requires_grad=True), torch.randn(2)
+    given = Given({"x": x, "w": w}, {"y": torch.ones(1, 4, 2)}, {"flag": True}, (0, 4))
+    late = _late(given, torch.empty(3))
+    assert torch.equal(late.tensors["x"], x)
+    assert torch.equal(late.loss["y"], given.loss["y"])
+    assert (late.tensors["x"].requires_grad, late.tensors["w"].requires_grad) == (True, False)
+    assert late.tensors["x"].is_leaf
+    assert (late.arguments, late.boundaries) == (given.arguments, given.boundaries)
+    assert late.tensors["x"].data_ptr() != x.data_ptr()
