@@ -593,6 +593,7 @@ __device__ __forceinline__ void out_delta(OutShared& s, const OutArgs& args, int
       const float4 x = s.erased[c][thread];
       dk[4 * c] += x.x, dk[4 * c + 1] += x.y, dk[4 * c + 2] += x.z, dk[4 * c + 3] += x.w;
     }
+    bar_sync(kDeltaBarrier, 128);  // every warp has its part: the next beta W takes its place
     const Lane me(fresh(thread));
     if (args.l2norm) {
       row_dots(dot, dk, k, me.row0, me.lane);
