@@ -18,7 +18,6 @@ enum Fault {
   kNoCopyWait,      // an asynchronous copy is read without waiting for it
   kLanesApart,      // half a warp shuffles
   kPastTheEnd,      // a store behind the CTA's memory
-  kNoProductWait,   // sums are read without waiting for the products
   kOverwritten,     // an operand is overwritten before the products are done
 };
 
@@ -86,11 +85,10 @@ static __global__ void __launch_bounds__(128) square_kernel(const __nv_bfloat16*
     __syncthreads();
     zero_fill<128>(tile, kSquareTileBytes, thread);
   }
-  if (fault != kNoProductWait) wgmma_wait<0>();
+  wgmma_wait<0>();
   pin(acc);
 #pragma unroll
   for (int i = 0; i < 32; ++i) d[(16 * warp + lane / 4 + 8 * ((i >> 1) & 1)) * 64 + acc_column(i, lane)] = acc[i];
-  if (fault == kNoProductWait) wgmma_wait<0>();
 }
 
 void run_pipe(TensorView in, TensorView bias, TensorView out, int64_t fault, int64_t stream) {
