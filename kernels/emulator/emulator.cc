@@ -8,6 +8,7 @@
 #include <deque>
 #include <map>
 #include <memory>
+#include <numeric>
 #include <random>
 #include <vector>
 
@@ -113,6 +114,7 @@ struct Event {
 
 std::vector<Fiber> fibers;
 std::vector<Warp> warps;
+std::vector<int> order;  // of the warps
 std::vector<Event> events;
 std::map<uint32_t, Mbarrier> mbarriers;
 Named named[kMostNamed];
@@ -123,7 +125,8 @@ std::string failure;
 uint64_t schedule = 0;
 std::mt19937 random_bits;
 
-bool chance(int of) { return schedule != 0 && random_bits() % of == 0; }
+bool at_random() { return schedule % 2 != 0; }
+bool chance(int of) { return at_random() && random_bits() % of == 0; }
 int warp_of(int thread) { return thread / 32; }
 
 // Ends the launch: what is left of it doesn't run.
@@ -395,12 +398,13 @@ std::string leftovers() {
   return "";
 }
 
-// Goes over the warps once. Returns whether a fiber ran, or one that could have was passed over.
-bool turn(int threads) {
-  const int count = threads / 32, first = schedule ? random_bits() % count : 0;
+// Goes over the warps, once if they go on by turns, else up to the first that can. Returns whether a fiber ran, or one that
+// could have was passed over.
+bool turn() {
   bool alive = false;
-  for (int w = 0; w < count; ++w) {
-    const int warp = (first + w) % count, swap = schedule ? random_bits() % 32 : 0;
+  if (at_random()) std::shuffle(order.begin(), order.end(), random_bits);
+  for (const int warp : order) {
+    const int swap = at_random() ? random_bits() % 32 : 0;
     const bool passed = chance(4);
     for (bool again = true; again;) {
       again = false;
@@ -414,6 +418,7 @@ bool turn(int threads) {
       }
       if (passed || chance(2)) break;
     }
+    if (alive && !at_random()) break;
   }
   return alive;
 }
@@ -422,16 +427,19 @@ void run_cta(int threads) {
   mbarriers.clear();
   events.clear();
   for (Named& barrier : named) barrier = {};
-  warps = std::vector<Warp>((threads + 31) / 32);
+  warps = std::vector<Warp>(threads / 32);
+  order.resize(warps.size());
+  std::iota(order.begin(), order.end(), 0);
+  if (schedule) std::shuffle(order.begin(), order.end(), random_bits);
   std::memset(memory, 0xff, shared_size + kMargin);
   if (__start_cake_shared) std::memset(__start_cake_shared, 0xff, __stop_cake_shared - __start_cake_shared);
   for (Fiber& fiber : fibers) fiber.done = false, fiber.wait = {}, fiber.loads = {}, fiber.stores = {};
   for (;;) {
     if (!events.empty() && chance(2)) land(random_bits() % events.size());
-    if (turn(threads)) continue;
+    if (turn()) continue;
     if (!failure.empty()) return;
     if (events.empty()) break;
-    land(schedule ? random_bits() % events.size() : 0);
+    land(at_random() ? random_bits() % events.size() : 0);
     if (!failure.empty()) return;
   }
   const bool ended = std::all_of(fibers.begin(), fibers.begin() + threads, [](const Fiber& f) { return f.done; });

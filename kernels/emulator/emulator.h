@@ -4,9 +4,10 @@
 // goes on, so all of a CTA's threads run on one thread of the CPU and no access races with another. What is asynchronous on
 // the GPU (copies, products of warpgroups) happens at some moment between its start and the wait that it is due at. Which
 // moment, and which fiber goes on, is the schedule's choice:
-//   0      as late as can be: a copy lands, and a product is made, when the wait for it would otherwise never end;
-//   other  at random, some of it at once and threads far apart; the number seeds the choice.
-// A kernel whose waits are complete gives the same bits under each of them. One that waits for what nobody will do is
+//   even   late: a copy lands, and a product is made, when its wait would otherwise never end, and the first warp that can
+//          go on does: in the order of their numbers (0), or in one that is drawn for each CTA;
+//   odd    at random: some of it happens at once, and all warps go on by turns.
+// A kernel whose waits are complete gives the same bits under all of them. One that waits for what nobody will do is
 // reported with what each warp waits for.
 #pragma once
 

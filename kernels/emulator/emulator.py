@@ -45,7 +45,7 @@ class Library:
         self._schedule.argtypes = [ctypes.c_uint64]
 
     def schedule(self, seed: int) -> None:
-        """How the calls to come are scheduled: see emulator.h. 0: late; else at random, by this seed."""
+        """How the calls to come are scheduled: even numbers late, odd ones at random; see emulator.h."""
         self._schedule(seed)
 
     def __getattr__(self, name: str) -> Any:

@@ -27,3 +27,26 @@ def emulator():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture
+def emulate(emulator, monkeypatch):
+    """`emulate(backend)`: an op's module `_cuda` with the emulator's libraries, scheduled by its `seed`."""
+
+    def patched(backend):
+        csrc = Path(backend.__file__).parent / "csrc"
+
+        def library(name, folder=csrc):
+            found = emulator.load(folder, name)
+            found.schedule(backend.seed)
+            return found
+
+        merge = csrc.parent / "_vendor" / "state_chain"
+        monkeypatch.setattr(backend, "_library", library)
+        monkeypatch.setattr(backend, "_merges", lambda: library("affine_merge", merge), raising=False)
+        monkeypatch.setattr(backend, "_stream", lambda device: 0)
+        monkeypatch.setattr(backend, "_ctas", lambda device: 2)  # so that a persistent CTA has several chunks
+        monkeypatch.setattr(backend, "seed", 0, raising=False)
+        return backend
+
+    return patched

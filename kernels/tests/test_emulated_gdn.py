@@ -1,0 +1,189 @@
+"""The kernels of cake-gdn, and the merge of maps, run by the emulator.
+
+They give what their twins give, and the same bits under every schedule.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from cake.core import segments, sequences, state_chain
+from cake.core.testing import assert_bitwise_equal, poisoned_empty, relative_error
+from cake.gdn import _cuda
+from cake.gdn import _torch as twins
+
+SCALE = 128**-0.5
+SEEDS = (0, 1, 2, 4)
+
+
+@pytest.fixture
+def kernels(emulate):
+    return emulate(_cuda)
+
+
+@dataclass(frozen=True)
+class Case:
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    g: torch.Tensor
+    beta: torch.Tensor
+    do: torch.Tensor
+    state: torch.Tensor | None
+    dstate: torch.Tensor | None
+    seqs: sequences.Sequences
+
+
+def case_of(lengths, heads, *, edge=True, decay=1.0, beta=None, l2norm=True, cut=None):
+    """Random inputs; `beta`: its only values, `cut`: how many segments each sequence has."""
+    random = torch.Generator().manual_seed(len(lengths))
+    h, hv = heads
+    tokens, n = sum(lengths), len(lengths)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=random)
+
+    length = 1.0 if l2norm else 128**-0.5
+    uniform = torch.rand(1, tokens, hv, generator=random)
+    seqs = sequences.packed((0, *torch.tensor(lengths).cumsum(0).tolist()), tokens)
+    return Case(
+        q=(length * normal(1, tokens, h, 128)).bfloat16(),
+        k=(length * normal(1, tokens, h, 128)).bfloat16(),
+        v=normal(1, tokens, hv, 128).bfloat16(),
+        g=-decay * torch.nn.functional.softplus(normal(1, tokens, hv)),
+        beta=uniform if beta is None else torch.tensor(beta)[(uniform * len(beta)).long()],
+        do=normal(1, tokens, hv, 128).bfloat16(),
+        state=0.1 * normal(n, hv, 128, 128) if edge else None,
+        dstate=0.02 * normal(n, hv, 128, 128) if edge else None,
+        seqs=seqs if cut is None else segments.cut(seqs, cut),
+    )
+
+
+def assert_like(expected, got, limit):
+    """Relative L2 error, of zeros none at all."""
+    for name, value in expected.items():
+        assert got[name].shape == value.shape
+        assert relative_error(got[name], value) <= limit, name
+
+
+def forward(run, case, *, l2norm=True):
+    """Tables, prep and scan: through the segments, if there are any."""
+    prep = run.prep(case.q, case.k, case.g, case.beta, case.seqs, l2norm=l2norm)
+    cut, entering, maps = isinstance(case.seqs, segments.Segments), None, None
+    if cut:
+        b, *maps = run.transfer(
+            case.k, case.v, case.beta, prep, case.seqs, initial_state=case.state, least=-20.0
+        )
+        entering = run.chain(b, *maps, prep, case.seqs)
+    o, final, states = run.scan(
+        case.q, case.k, case.v, case.beta, prep, case.seqs, scale=SCALE, initial_state=case.state,
+        entering=entering, output_final_state=True, save_states=True,
+    )  # fmt: skip
+    return prep, maps, {"o": o, "final": final, "states": states}
+
+
+def backward(run, case, prep, maps, states, *, l2norm=True):
+    leaving = None
+    if maps is not None:
+        m, live = maps
+        b = run.adj_transfer(
+            case.q,
+            case.k,
+            case.do,
+            case.beta,
+            prep,
+            case.seqs,
+            live,
+            scale=SCALE,
+            dht=case.dstate,
+            least=-20.0,
+        )
+        leaving = run.chain(b, m, live, prep, case.seqs, adjoint=True)
+    y, adjoints, initial = run.adj(
+        case.q, case.k, case.do, case.beta, prep, case.seqs, scale=SCALE, dht=case.dstate, leaving=leaving,
+        need_dh0=True,
+    )  # fmt: skip
+    kept = y.clone()
+    edges = [x is not None for x in (case.state, case.dstate)]
+    if maps is not None:
+        edges = [True, True]
+    grads = run.out(
+        case.q, case.k, case.v, case.do, y, case.beta, prep, states, adjoints, case.seqs, scale=SCALE,
+        l2norm=l2norm, states_edge=edges[0], adj_edge=edges[1],
+    )  # fmt: skip
+    names = ("dq", "dk", "dv", "dbeta", "dg")
+    return {"y": kept, "adjoints": adjoints, "dh0": initial} | dict(zip(names, grads, strict=True))
+
+
+def run_all(run, case, **options):
+    with poisoned_empty():
+        prep, maps, results = forward(run, case, **options)
+        made = {name: getattr(prep, name) for name in ("t", "b", "rq", "rk")}
+        return made | results | backward(run, case, prep, maps, results["states"], **options)
+
+
+CASES = {
+    "one chunk": ({"lengths": (64,), "heads": (1, 1)}, {}),
+    "ragged": ({"lengths": (70, 0, 3, 129), "heads": (1, 2)}, {}),
+    "no states": ({"lengths": (130, 70), "heads": (1, 3), "edge": False}, {}),
+    "no norm": ({"lengths": (200,), "heads": (2, 2), "l2norm": False}, {"l2norm": False}),
+    "beta 0 and 1": ({"lengths": (70, 64), "heads": (2, 4), "beta": (0.0, 1.0)}, {}),
+    "strong decay": ({"lengths": (150,), "heads": (1, 2), "decay": 30.0}, {}),
+    "segments": ({"lengths": (200, 0, 130), "heads": (1, 2), "decay": 0.02, "cut": (3, 1, 2)}, {}),
+    "segments apart": ({"lengths": (330,), "heads": (1, 1), "edge": False, "decay": 0.5, "cut": (3,)}, {}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_are_as_their_twins(kernels, name):
+    shape, options = CASES[name]
+    case = case_of(**shape)
+    expected = run_all(twins, case, **options)
+    first = None
+    for kernels.seed in SEEDS:
+        got = run_all(kernels, case, **options)
+        if first is None:
+            first = got
+            for tape in ("states", "adjoints"):
+                got = got | {tape: kernels.logical_states(got[tape])}
+            # Both round to bf16 at the same places; sums of fp32 in another order move a few roundings.
+            assert_like(expected, got, 1e-3)
+        else:
+            for key, value in got.items():
+                assert_bitwise_equal(key, value, first[key])
+
+
+def test_cuts_on_the_device(kernels):
+    """Boundaries that only the kernels read: the bits of the same segments planned on the host."""
+    known = case_of((200, 0, 130), (1, 2), decay=0.02, cut=(2, 1, 2))
+    boundaries = torch.tensor(known.seqs.whole.boundaries, dtype=torch.int64)
+    unseen = segments.cut_unseen(sequences.packed_on_device(boundaries, known.seqs.total), 2)
+    with poisoned_empty():
+        prep, maps, results = forward(kernels, known)
+        expected = results | backward(kernels, known, prep, maps, results["states"])
+        for kernels.seed in SEEDS:
+            case = replace(known, seqs=unseen)
+            prep, maps, results = forward(kernels, case)
+            got = results | backward(kernels, case, prep, maps, results["states"])
+            for name in ("o", "final", "dq", "dk", "dv", "dbeta", "dg", "dh0"):
+                assert_bitwise_equal(name, got[name], expected[name])
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["plain", "transposed"])
+@pytest.mark.parametrize("ncols", state_chain.STATE_COLUMNS, ids="C{}".format)
+def test_merge(kernels, ncols, transposed):
+    chains = (((0, -1, 1), (1, 1, 2), (2, 2, -1), (3, 3, 0)), ((4, 4, 3),))
+    random = torch.Generator().manual_seed(ncols)
+    b = torch.randn(5, 2, 128, ncols, generator=random)
+    m = torch.randn(5, 2, 128, 128, generator=random) / 12
+    live = torch.randint(0, 3, (5, 2), generator=random, dtype=torch.int32)
+    m[live == 0] = torch.nan  # never looked at
+    expected = state_chain.merge(b, m, chains, 4, live=live, transposed=transposed)
+    for kernels.seed in SEEDS:
+        for columns in state_chain.COLUMNS:
+            out = torch.full((4, 2, 128, ncols), torch.nan)
+            kernels.merge(b, m, chains, 4, live=live, transposed=transposed, columns=columns, out=out)
+            assert relative_error(out, expected) <= 1e-6
