@@ -302,7 +302,9 @@ class TestStages:
             part = slice(64 * s, 64 * s + 64)
             k = keys[part]
             exact = unit - k.T @ t[0, part] @ (1e-3 * k)
-            assert relative_error(m[s, 0] - unit, exact - unit) < 1e-4
+            # Tensor cores cut off the last bit where they add to 1, which M - 1 feels; one bf16 is 2e-3.
+            limit = 1e-3 if device.type == "cuda" else 1e-4
+            assert relative_error(m[s, 0] - unit, exact - unit) < limit
 
     @pytest.mark.parametrize("least", [None, -20.0])
     def test_merged_states(self, stages, case, cut, prepared, least):

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from cake.core.checks import check_saved
 from cake.core.launch import loadable, running_on
 from cake.core.segments import Segments
+from cake.core.tables import plan_words
 from cake.gdn import _route, _segments, _stages
 from cake.gdn._route import Route
 from cake.gdn._stages import Prep
@@ -178,7 +179,7 @@ def backward(
             walk = _walk_again(stages, q, k, v, beta, g, initial_state, made, seqs, call)
         else:
             walk = Walk(Prep(*tape[:5]), tape[5], tuple(tape[6:]))
-        _expect_tape(stages, walk, made, call.segments or seqs, has_state or call.segments is not None)
+        _expect_tape(walk, made, call.segments or seqs, has_state or call.segments is not None)
         return _backward(stages, q, k, v, beta, do, dht, walk, made, seqs, call, wanted, has_state)
 
 
@@ -336,7 +337,7 @@ def _empty_gradients(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dg, dbeta, dh0
 
 
-def _expect_tape(stages: ModuleType, walk: Walk, made: Inputs, seqs: Sequences, edge: bool) -> None:
+def _expect_tape(walk: Walk, made: Inputs, seqs: Sequences, edge: bool) -> None:
     prep = walk.prep
     heads, dim, v_heads, v_dim = *made.q_shape[2:], *made.v_shape[2:]
     check_saved("t", prep.t, (v_heads, seqs.total, CHUNK), BF16, made.device)
@@ -344,7 +345,7 @@ def _expect_tape(stages: ModuleType, walk: Walk, made: Inputs, seqs: Sequences, 
     check_saved("rq", prep.rq, (heads, seqs.total), FP32, made.device)
     check_saved("rk", prep.rk, (heads, seqs.total), FP32, made.device)
     if prep.plan is not None:
-        check_saved("plan", prep.plan, (stages.plan_words(seqs),), torch.int32, made.device)
+        check_saved("plan", prep.plan, (plan_words(seqs),), torch.int32, made.device)
     check_saved("states", walk.states, (seqs.slots(edge), v_heads, v_dim, dim), BF16, made.device)
     for name, x, shape, dtype in zip(
         ("m", "live"),

@@ -15,7 +15,6 @@ import torch
 from cake.core import loader, state_chain, workspace
 from cake.core.segments import Segments, UnseenSegments
 from cake.core.tables import plan_tables
-from cake.core.tables import plan_words as plan_words
 from cake.gdn._stages import Prep
 from cake.gdn.plan import CHUNK, HEAD_DIM, Sequences
 
