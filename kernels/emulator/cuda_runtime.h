@@ -143,8 +143,7 @@ template <typename Kernel>
 cudaError_t cudaFuncSetAttribute(Kernel, cudaFuncAttribute, int) {
   return cudaSuccess;
 }
-// Multiprocessors: an H200's.
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
-  *value = 132;
+  *value = cake::emulator::multiprocessors;
   return cudaSuccess;
 }

@@ -19,6 +19,7 @@ extern "C" __attribute__((weak, visibility("hidden"))) uint8_t __stop_cake_share
 namespace cake::emulator {
 
 dim3 threadIdx, blockIdx, blockDim, gridDim;
+int multiprocessors = 132;
 
 namespace {
 
@@ -643,7 +644,8 @@ void warpgroup_wait(int pending) {
 
 }  // namespace cake::emulator
 
-// Which schedule the launches to come have.
-extern "C" __attribute__((visibility("default"))) void cake_emulator_schedule(uint64_t seed) {
-  cake::emulator::schedule = seed;
+// How the launches to come are scheduled, and how many multiprocessors there are for them.
+extern "C" __attribute__((visibility("default"))) void cake_emulator_set(uint64_t schedule, int multiprocessors) {
+  cake::emulator::schedule = schedule;
+  cake::emulator::multiprocessors = multiprocessors;
 }

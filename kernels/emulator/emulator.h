@@ -24,6 +24,7 @@ struct dim3 {
 };
 
 extern dim3 threadIdx, blockIdx, blockDim, gridDim;
+extern int multiprocessors;  // that host entries are told of
 
 // Runs `kernel` for every thread of every CTA. Returns what went wrong, or nothing.
 std::string launch(dim3 grid, int threads, int shared_bytes, const std::function<void()>& kernel);

@@ -41,12 +41,16 @@ class Library:
 
     def __init__(self, path: Path) -> None:
         self._module = tvm_ffi.load_module(str(path))
-        self._schedule = ctypes.CDLL(str(path)).cake_emulator_schedule
-        self._schedule.argtypes = [ctypes.c_uint64]
+        self._set = ctypes.CDLL(str(path)).cake_emulator_set
+        self._set.argtypes = [ctypes.c_uint64, ctypes.c_int]
 
-    def schedule(self, seed: int) -> None:
-        """How the calls to come are scheduled: even numbers late, odd ones at random; see emulator.h."""
-        self._schedule(seed)
+    def schedule(self, seed: int, multiprocessors: int = 132) -> None:
+        """How the calls to come are scheduled: even numbers late, odd ones at random; see emulator.h.
+
+        Args:
+            multiprocessors: how many a host entry is told of; an H200 has 132.
+        """
+        self._set(seed, multiprocessors)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)

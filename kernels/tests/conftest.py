@@ -31,14 +31,15 @@ def emulator():
 
 @pytest.fixture
 def emulate(emulator, monkeypatch):
-    """`emulate(backend)`: an op's module `_cuda` with the emulator's libraries, scheduled by its `seed`."""
+    """`emulate(backend)`: an op's module `_cuda` with the emulator's libraries, scheduled by its `seed` for
+    `multiprocessors`."""
 
     def patched(backend):
         csrc = Path(backend.__file__).parent / "csrc"
 
         def library(name, folder=csrc):
             found = emulator.load(folder, name)
-            found.schedule(backend.seed)
+            found.schedule(backend.seed, backend.multiprocessors)
             return found
 
         merge = csrc.parent / "_vendor" / "state_chain"
@@ -47,6 +48,7 @@ def emulate(emulator, monkeypatch):
         monkeypatch.setattr(backend, "_stream", lambda device: 0)
         monkeypatch.setattr(backend, "_ctas", lambda device: 2)  # so that a persistent CTA has several chunks
         monkeypatch.setattr(backend, "seed", 0, raising=False)
+        monkeypatch.setattr(backend, "multiprocessors", 132, raising=False)
         return backend
 
     return patched
