@@ -9,8 +9,8 @@ from cake.core.testing import assert_bitwise_equal
 from cake.kda import chunk_kda
 
 HEADS, DIM = 64, 128
-# The first sequence alone fills q, k, v, g, o, their gradients and what prep makes of them past 2^31 elements,
-# and the tape past 2^32.
+# The first sequence alone fills q, k, v, g, o, their gradients and what prep makes of them past 2^31
+# elements, and the tape past 2^32.
 LENGTHS = (2**31 // (HEADS * DIM) + 64, 130)
 PEAK_BYTES = 100 * 2**30
 

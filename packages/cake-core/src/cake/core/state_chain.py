@@ -25,7 +25,7 @@ MOST_CHAINS, MOST_STEPS = 128, 640
 COLUMNS = (8, 16, 32, 64)
 STATE_COLUMNS = (128, 256)
 #: By architecture: (largest n_chains * ncols / 128, columns per block), ascending; the last one has no bound.
-#: Measured on an H200, 16 steps, ncols 128 and 256: a block is fastest as long as its grid is one wave of 132.
+#: Measured on an H200, 16 steps, ncols 128 and 256: a block is fastest while its grid is one wave of 132.
 BANDS: dict[str, tuple[tuple[int | None, int], ...]] = {
     "sm_90a": ((8, 8), (16, 16), (33, 32), (None, 64)),
 }
