@@ -23,7 +23,8 @@ def test_documents_say_what_was_measured():
 
 
 def test_a_stale_table_is_found_and_mended(tmp_path):
-    for name in ("README.md", "docs", "tools", "packages/cake-gdn/benchmarks"):
+    benchmarks = ("packages/cake-gdn/benchmarks", "packages/cake-kda/benchmarks")
+    for name in ("README.md", "docs", "tools", *benchmarks):
         source, target = ROOT / name, tmp_path / name
         for path in [source] if source.is_file() else source.rglob("*"):
             if path.is_file() and path.suffix in {".md", ".py", ".json", ".png"}:

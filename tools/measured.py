@@ -16,12 +16,16 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 GDN = ROOT / "packages" / "cake-gdn" / "benchmarks" / "results" / "h200.json"
+# An earlier version's run beside FlashQLA: where its figures come from.
+BESIDE_FLASHQLA = GDN.with_name("h200-flashqla.json")
+KDA = ROOT / "packages" / "cake-kda" / "benchmarks" / "results" / "h200.json"
 MARK = re.compile(r"<!-- measured (\S+) -->\n.*?<!-- /measured -->", re.DOTALL)
 # Part of a kernel's name: what the documents call it.
 STAGES = {
@@ -45,48 +49,98 @@ def cell(results: dict[str, Any], field: str, digits: int = 2, **wanted: Any) ->
     return "–" if value is None else f"{value:.{digits}f}"
 
 
+def documents_of(lengths: list[int]) -> str:
+    """The lengths of a pack, in a table's words."""
+    if len(set(lengths)) == 1:
+        return f"{len(lengths)} x {lengths[0]}"
+    if len(lengths) > 5:
+        return f"{len(lengths)} of {min(lengths)} to {max(lengths)}"
+    return " + ".join(map(str, lengths))
+
+
 def shapes(results: dict[str, Any]) -> str:
-    """Forward and forward with backward of every shape, det beside FlashQLA."""
+    """Forward and forward with backward of every shape, det; FlashQLA from an earlier version's run."""
+    beside = json.loads(BESIDE_FLASHQLA.read_text())
     lines = [
-        "| heads (H, HV) | tokens of the documents | fwd | FlashQLA | fwd+bwd | FlashQLA | wall | FlashQLA |",
-        "|---|---|---|---|---|---|---|---|",
+        "| heads (H, HV) | tokens of the documents | fwd | fwd+bwd | recomputed | wall "
+        "| FlashQLA fwd | fwd+bwd | wall |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for name in dict.fromkeys(row["shape"] for row in results["rows"]):
         first = rows(results, shape=name)[0]
-        lengths = first["lengths"]
-        if len(set(lengths)) == 1:
-            documents = f"{len(lengths)} x {lengths[0]}"
-        elif len(lengths) > 5:
-            documents = f"{len(lengths)} of {min(lengths)} to {max(lengths)}"
-        else:
-            documents = " + ".join(map(str, lengths))
         det = {"shape": name, "arm": "cake-det"}
         peer = {"shape": name, "arm": "flashqla"}
         figures = [
-            cell(results, "gpu_ms", **det, **{"pass": "fwd"}),
-            cell(results, "gpu_ms", **peer, **{"pass": "fwd"}),
-            cell(results, "gpu_ms", **det, mode="save", **{"pass": "fwd+bwd"}),
-            cell(results, "gpu_ms", **peer, **{"pass": "fwd+bwd"}),
+            *ours(results, name),
             cell(results, "wall_ms", **det, mode="save", **{"pass": "fwd+bwd"}),
-            cell(results, "wall_ms", **peer, **{"pass": "fwd+bwd"}),
+            cell(beside, "gpu_ms", **peer, **{"pass": "fwd"}),
+            cell(beside, "gpu_ms", **peer, **{"pass": "fwd+bwd"}),
+            cell(beside, "wall_ms", **peer, **{"pass": "fwd+bwd"}),
         ]
-        lines.append(f"| ({first['heads'][0]}, {first['heads'][1]}) | {documents} | {' | '.join(figures)} |")
+        heads = f"({first['heads'][0]}, {first['heads'][1]})"
+        lines.append(f"| {heads} | {documents_of(first['lengths'])} | {' | '.join(figures)} |")
     return "\n".join(lines)
 
 
-def stages(results: dict[str, Any]) -> str:
-    """Each kernel's time on shape M."""
-    lines = ["| kernel | ms on (16, 48), 12000 + 9000 + 6000 + 3768 + 2000 tokens |", "|---|---|"]
+def ours(results: dict[str, Any], shape: str) -> list[str]:
+    """GPU time of det: forward, forward with backward, and that with the states recomputed."""
+    det = {"shape": shape, "arm": "cake-det"}
+    return [
+        cell(results, "gpu_ms", **det, **{"pass": "fwd"}),
+        *(cell(results, "gpu_ms", **det, mode=mode, **{"pass": "fwd+bwd"}) for mode in ("save", "recompute")),
+    ]
+
+
+def kda_shapes(results: dict[str, Any]) -> str:
+    """Forward and forward with backward of KDA's shapes, det."""
+    lines = [
+        "| heads | tokens of the documents | gate | fwd | fwd+bwd | recomputed | wall |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name in dict.fromkeys(row["shape"] for row in results["rows"]):
+        first = rows(results, shape=name)[0]
+        gate = "unbounded" if name.endswith("-free") else "at least -5"
+        det = {"shape": name, "arm": "cake-det"}
+        wall = cell(results, "wall_ms", **det, mode="save", **{"pass": "fwd+bwd"})
+        figures = " | ".join([*ours(results, name), wall])
+        lines.append(f"| {first['heads'][1]} | {documents_of(first['lengths'])} | {gate} | {figures} |")
+    return "\n".join(lines)
+
+
+def stages(results: dict[str, Any], shape: str = "M") -> str:
+    """Each kernel's time on one shape."""
+    first = rows(results, shape=shape)[0]
+    where = f"({first['heads'][0]}, {first['heads'][1]}), {documents_of(first['lengths'])} tokens"
+    lines = [f"| kernel | ms on {where} |", "|---|---|"]
     for part, title in STAGES.items():
         for row in results["kernels"]:
-            here = (row["shape"], row["arm"], row["pass"], row["mode"]) == (
-                "M",
-                "cake-det",
-                "fwd+bwd",
-                "save",
-            )
-            if here and part in row["name"]:
-                lines.append(f"| {title} | {row['gpu_ms']:.2f} |")
+            here = (row["shape"], row["arm"], row["pass"], row["mode"])
+            if here == (shape, "cake-det", "fwd+bwd", "save") and part in row["name"]:
+                lines.append(f"| {title} | {row['gpu_ms'] / row['calls']:.2f} |")
+    return "\n".join(lines)
+
+
+def segments(results: dict[str, Any]) -> str:
+    """Shapes that are cut into segments, beside the version that walked whole sequences."""
+    before = json.loads(BESIDE_FLASHQLA.read_text())
+    lines = [
+        "| heads (H, HV) | tokens of the documents | fwd+bwd, whole sequences (0.1.0) | in segments |",
+        "|---|---|---|---|",
+    ]
+    names = (
+        "h2v8-1x32768",
+        "h16v32-1x32768",
+        "h16v32-1x8192",
+        "h16v64-1x32768",
+        "h16v32-4random",
+        "h4v12-rl",
+    )
+    for name in names:
+        first = rows(results, shape=name)[0]
+        wanted = {"shape": name, "arm": "cake-det", "pass": "fwd+bwd", "mode": "save"}
+        figures = f"{cell(before, 'gpu_ms', **wanted)} | {cell(results, 'gpu_ms', **wanted)}"
+        heads = f"({first['heads'][0]}, {first['heads'][1]})"
+        lines.append(f"| {heads} | {documents_of(first['lengths'])} | {figures} |")
     return "\n".join(lines)
 
 
@@ -103,8 +157,9 @@ def memory(results: dict[str, Any]) -> str:
     ):
         wanted = {"shape": "M", "arm": arm, "mode": mode}
         figures = []
+        run = json.loads(BESIDE_FLASHQLA.read_text()) if arm == "flashqla" else results
         for field, name in (("saved_bytes", "fwd_train"), ("peak_bytes", "fwd+bwd")):
-            row = rows(results, **wanted, **{"pass": name})[0]
+            row = rows(run, **wanted, **{"pass": name})[0]
             figures.append(f"{row[field] / sum(row['lengths']) / 1024:.1f}")
         lines.append(f"| {title} | {' | '.join(figures)} |")
     return "\n".join(lines)
@@ -129,6 +184,9 @@ TABLES: dict[str, tuple[Path, Callable[[dict[str, Any]], str]]] = {
     "gdn-stages": (GDN, stages),
     "gdn-memory": (GDN, memory),
     "gdn-repeat": (GDN, repeat),
+    "gdn-segments": (GDN, segments),
+    "kda-shapes": (KDA, kda_shapes),
+    "kda-stages": (KDA, partial(stages, shape="h64-1x16384")),
 }
 
 
