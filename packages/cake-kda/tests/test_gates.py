@@ -180,7 +180,7 @@ class TestInTheCall:
         assert (leaves["A_log"].grad - total).norm() < 2 * limit * max(total.norm(), size)
 
     @BOUNDS
-    def test_forward_bits_are_those_of_the_gate_made_outside(self, make, device, bound):
+    def test_forward_is_that_of_the_gate_made_outside(self, make, device, bound):
         case, leaves = self.leaves(make, device)
         o, _ = self.run(case, leaves, bound)
         gate = Gate(leaves["A_log"].detach(), leaves["dt_bias"].detach().view(3, 128), bound)
@@ -194,7 +194,12 @@ class TestInTheCall:
             use_qk_l2norm_in_kernel=True,
             cu_seqlens_cpu=case.boundaries,
         )
-        assert_bitwise_equal("o", o, expected)
+        if device.type == "cpu":
+            assert_bitwise_equal("o", o, expected)
+        else:
+            # A kernel's exponential is its own, a step or two of fp32 from torch's: where that decides how a
+            # value of o rounds, it is one step of bf16 away. That was one in 600 on an H200, 1e-4 over all.
+            assert relative_error(o, expected) < 5e-4
 
     def test_both_shapes_of_the_bias(self, make, device):
         results = []
