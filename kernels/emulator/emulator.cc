@@ -234,8 +234,8 @@ float bf16(uint32_t bits) {
   return value;
 }
 
-// Eight values of an operand of wgmma that lie side by side in a 128-byte row. `descriptor` is the PTX manual's, with a
-// swizzle of 128 bytes; `major`: along M or N, `minor`: along K, if transposed the row is a minor one.
+// Eight values of an operand of wgmma that lie side by side: along K, or if it is transposed along M or N. `major` and `minor`
+// are the first one's places along M or N and along K. `descriptor`: as in the PTX manual, with a swizzle of 128 bytes.
 void load_group(float* values, uint64_t descriptor, bool transposed, int major, int minor) {
   const uint32_t first = (descriptor & 0x3fff) << 4, leading = ((descriptor >> 16) & 0x3fff) << 4,
                  stride = ((descriptor >> 32) & 0x3fff) << 4;
@@ -334,10 +334,10 @@ struct Fragments {
   float a[8], b[4];
 };
 
-// m16n8 with K = 4 * columns of A's fragment; `pair`: neighbours in a lane's registers are neighbours along K.
+// D[16][8] += A[16][kK] B[kK][8]; a register of a fragment holds kK / 8 values, neighbours along K.
 template <int kK>
 void multiply(Fragments* const* all) {
-  constexpr int kPair = kK / 8;  // values of one register: 2 of bf16, 1 of tf32
+  constexpr int kPair = kK / 8;
   float a[16][kK], b[kK][8];
   for (int lane = 0; lane < 32; ++lane)
     for (int i = 0; i < 4 * kPair; ++i) {
