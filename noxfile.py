@@ -144,7 +144,7 @@ def kernels(session: nox.Session) -> None:
         session.log("no nvcc here: installing NVIDIA's compiler from PyPI (the extra nvcc)")
         python = shared_python(session, *TESTING, extras="[nvcc]")
     run(session, python, "-m", "cake.core", "prebuild", "--arch", "sm_90a", **here)
-    # What else has a build.json under kernels/ is written for the place where an op carries it, and built there.
+    # Other kernels with a build.json are written for the place where an op carries them, and built there.
     session.log("compiling the test kernels")
     run(session, python, "-c", COMPILE, str(ROOT / "kernels" / "tests"), log=False, **here)
     if brought:  # otherwise `tests` has run them
