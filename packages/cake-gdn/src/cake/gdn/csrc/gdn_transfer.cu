@@ -12,7 +12,7 @@ static float least_of(const Optional<double>& least) {
                            : -std::numeric_limits<float>::infinity();
 }
 
-// `least`: natural log of the decay below which a map counts as 0; without it none does. `m`, `live`: see TransferArgs.
+// `least`: natural log of the decay below which a map counts as 0; without it none does. `m`, `live`: see TransferMaps.
 void gdn_transfer(TensorView k, TensorView v, TensorView beta, TensorView plan, int64_t n, int64_t sequences,
                   int64_t chunk_capacity, TensorView t, TensorView b, TensorView rq, TensorView rk,
                   Optional<TensorView> initial_state, TensorView out, TensorView m, TensorView live,
@@ -23,8 +23,8 @@ void gdn_transfer(TensorView k, TensorView v, TensorView beta, TensorView plan, 
                         {}, {}, true, 1.0);
   const int64_t v_heads = args.walk.v_heads;
   args.walk.edge_out = dense_f32(out, "b", {n, v_heads, kHeadDim, kHeadDim});
-  args.m = dense_f32(m, "m", {n, v_heads, kHeadDim, kHeadDim});
-  args.live = dense<int>(live, "live", is_int32(live), {n, v_heads});
+  args.maps.m = dense_f32(m, "m", {n, v_heads, kHeadDim, kHeadDim});
+  args.maps.live = dense<int>(live, "live", is_int32(live), {n, v_heads});
   args.least = least_of(least);
   launch("gdn_transfer", transfer_kernel, dim3(2 * n * v_heads), kWalkThreads, sizeof(WalkShared), stream_of(stream),
          args);
@@ -40,7 +40,7 @@ void gdn_adj_transfer(TensorView q, TensorView k, TensorView grad, TensorView be
                         true, scale);
   const int64_t v_heads = args.walk.v_heads;
   args.walk.edge_out = dense_f32(out, "b", {n, v_heads, kHeadDim, kHeadDim});
-  args.live = dense<int>(live, "live", is_int32(live), {n, v_heads});
+  args.maps.live = dense<int>(live, "live", is_int32(live), {n, v_heads});
   args.least = least_of(least);
   launch("gdn_adj_transfer", adj_transfer_kernel, dim3(n * v_heads), kWalkThreads, sizeof(WalkShared),
          stream_of(stream), args);
