@@ -11,6 +11,9 @@ from cake.core.tiles import Group
 __all__ = ["Edges"]
 
 LOG2E = 1.4426950408889634
+#: Natural log of the decay that a chunk counts for at most where every channel has its own. Its slowest
+#: channel's says how little of a state stays where it is; some of it moves from channel to channel meanwhile.
+LEAST_CHUNK = -5.0
 
 
 class Edges:
@@ -87,7 +90,7 @@ class Edges:
 
         Args:
             ends: the walks' log2 decays, fp32 [HV, total] or [HV, total, channels]: inclusive sums inside a
-                chunk, so that a chunk's last row is its whole decay.
+                chunk, so that a chunk's last row is its whole decay. Of channels the slowest counts.
             least: natural log of the decay below which a state counts as gone; None for never.
             reverse: count from a segment's first chunk instead of its last one.
 
@@ -105,10 +108,9 @@ class Edges:
                 continue
             last = [min(c + CHUNK, end) - 1 for c in range(start, end, CHUNK)]
             steps = ends[:, last if reverse else last[::-1]]
-            sums = steps.cumsum(1)
-            if sums.dim() == 3:  # the slowest channel decides
-                sums = sums.amax(-1)
-            gone = sums <= least * LOG2E
+            if steps.dim() == 3:
+                steps = steps.amax(-1).clamp_min(LEAST_CHUNK * LOG2E)
+            gone = steps.cumsum(1) <= least * LOG2E
             faded[i] = gone.any(1)
             chunks[i] = torch.where(faded[i], gone.int().argmax(1) + 1, chunks[i])
         return chunks, faded

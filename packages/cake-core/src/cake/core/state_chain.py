@@ -9,14 +9,25 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import chain
+from itertools import chain as joined
 from typing import Any
 
 import torch
 
 from cake.core.checks import check_tensor
+from cake.core.segments import Segments, UnseenSegments
 
-__all__ = ["COLUMNS", "Step", "check", "columns_per_block", "merge", "tables"]
+__all__ = [
+    "COLUMNS",
+    "Step",
+    "chain",
+    "check",
+    "columns_per_block",
+    "launch_chain",
+    "launch_merge",
+    "merge",
+    "tables",
+]
 
 STATE = 128
 #: Chains and steps of one launch of the kernel.
@@ -102,7 +113,7 @@ def check(
 @lru_cache(maxsize=64)
 def _spans(chains: tuple[tuple[Step, ...], ...]) -> list[tuple[int, int]]:
     """Least and largest tile of B, tile of M and row that steps name."""
-    columns = zip(*chain.from_iterable(chains), strict=True)
+    columns = zip(*joined.from_iterable(chains), strict=True)
     return [(min(column), max(column)) for column in columns]
 
 
@@ -120,7 +131,7 @@ def tables(chains: tuple[tuple[Step, ...], ...]) -> tuple[tuple[array[int], int]
         ends = [0]
         for steps in taken:
             ends.append(ends[-1] + len(steps))
-        made.append((array("i", (*ends, *chain.from_iterable(chain.from_iterable(taken)))), len(taken)))
+        made.append((array("i", (*ends, *joined.from_iterable(joined.from_iterable(taken)))), len(taken)))
         taken.clear()
 
     for steps in chains:
@@ -183,3 +194,73 @@ def merge(
             if row >= 0:
                 out[row] = state
     return out
+
+
+def chain(
+    b: torch.Tensor, m: torch.Tensor, live: torch.Tensor, segments: Segments, *, adjoint: bool = False
+) -> torch.Tensor:
+    """The states where segments meet, fp32 [segments, HV, 128, 128]; rows that no one enters are undefined.
+
+    Args:
+        b, m, live: the segments' maps, as of an op's `transfer`; b of its `adj_transfer` if `adjoint`.
+        segments: with boundaries on the host.
+        adjoint: the adjoint state that meets each segment at its end, in place of what enters it.
+    """
+    chains = segments.adjoint_chains if adjoint else segments.chains
+    return merge(b, m, chains, segments.n, live=live, transposed=adjoint)
+
+
+def launch_merge(
+    library: Any,
+    arch: str,
+    stream: int,
+    b: torch.Tensor,
+    m: torch.Tensor,
+    chains: Sequence[Sequence[Step]],
+    n_out: int,
+    *,
+    live: torch.Tensor | None = None,
+    transposed: bool = False,
+    columns: int | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`merge` by the kernel.
+
+    Args:
+        library: an op's `affine_merge`, for `arch`.
+        stream: handle of the stream that the launches go to.
+
+        All others, result and errors are those of `merge`.
+    """
+    check(b, m, chains, n_out, live, columns)
+    if out is None:
+        out = b.new_empty((n_out, *b.shape[1:]))
+    width = columns_per_block(len(chains) * b.shape[1], b.shape[3], arch, columns)
+    for table, count in tables(tuple(map(tuple, chains))):
+        library.affine_merge(b, m, live, out, table.buffer_info()[0], count, width, transposed, stream)
+    return out
+
+
+def launch_chain(
+    library: Any,
+    arch: str,
+    stream: int,
+    b: torch.Tensor,
+    m: torch.Tensor,
+    live: torch.Tensor,
+    plan: torch.Tensor | None,
+    segments: Segments,
+    *,
+    adjoint: bool = False,
+) -> torch.Tensor:
+    """`chain` by the kernel; `plan` holds the tables that segments which were cut on the device need."""
+    if not isinstance(segments, UnseenSegments):
+        chains = segments.adjoint_chains if adjoint else segments.chains
+        return launch_merge(library, arch, stream, b, m, chains, segments.n, live=live, transposed=adjoint)
+    states = torch.empty_like(b)
+    width = columns_per_block(segments.whole.n * b.shape[1], b.shape[3], arch)
+    library.affine_merge_runs(
+        b, m, live, states, plan, segments.n, segments.chunk_capacity, segments.whole.n, width, adjoint,
+        stream,
+    )  # fmt: skip
+    return states

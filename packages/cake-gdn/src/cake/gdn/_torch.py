@@ -16,7 +16,7 @@ from functools import reduce
 
 import torch
 
-from cake.core import workspace
+from cake.core import state_chain, workspace
 from cake.core.edges import Edges
 from cake.core.segments import Segments
 from cake.core.state_chain import merge
@@ -176,8 +176,7 @@ def chain(
     adjoint: bool = False,
 ) -> torch.Tensor:
     """The states where segments meet; see `_stages`."""
-    chains = seqs.adjoint_chains if adjoint else seqs.chains
-    return merge(b, m, chains, seqs.n, live=live, transposed=adjoint)
+    return state_chain.chain(b, m, live, seqs, adjoint=adjoint)
 
 
 def adj(
