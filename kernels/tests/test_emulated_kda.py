@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn.functional import softplus
 
-from cake.core import sequences
+from cake.core import segments, sequences, state_chain
 from cake.core.testing import assert_bitwise_equal, poisoned_empty, relative_error
 from cake.kda import _cuda
 from cake.kda import _torch as twins
@@ -27,8 +27,10 @@ def kernels(emulate):
     return emulate(_cuda)
 
 
-def case_of(lengths, heads, *, gate="ordinary", g_dtype=torch.float32, edge=True, beta=None, l2norm=True):
-    """Random arguments of the stages by name; `beta`: its only values."""
+def case_of(
+    lengths, heads, *, gate="ordinary", g_dtype=torch.float32, edge=True, beta=None, l2norm=True, cut=None
+):
+    """Random arguments of the stages by name; `beta`: its only values, `cut`: segments of each sequence."""
     random = torch.Generator().manual_seed(len(lengths))
     (h, hv), tokens, n = heads, sum(lengths), len(lengths)
 
@@ -40,11 +42,15 @@ def case_of(lengths, heads, *, gate="ordinary", g_dtype=torch.float32, edge=True
     made = None
     if gate == "ordinary":
         g = -softplus(noise)
+    elif gate == "slow":  # of the first head alone
+        g = -0.002 * softplus(noise)
+        g[:, :, 1:] *= 500
     elif gate == "mixed":  # no, ordinary and total decay side by side
         g = torch.where(noise > 0.7, 0.0, torch.where(noise < -0.7, -1000.0, -softplus(noise)))
     else:
         g, a_log, bias = noise, 0.5 * normal(hv), normal(hv, 128)
         made = Gate(a_log, bias, -5.0) if gate == "bounded" else Gate(a_log, bias.bfloat16(), None)
+    seqs = sequences.packed((0, *torch.tensor(lengths).cumsum(0).tolist()), tokens)
     return {
         "q": (length * normal(1, tokens, h, 128)).bfloat16(),
         "k": (length * normal(1, tokens, h, 128)).bfloat16(),
@@ -55,30 +61,42 @@ def case_of(lengths, heads, *, gate="ordinary", g_dtype=torch.float32, edge=True
         "do": normal(1, tokens, hv, 128).bfloat16(),
         "state": 0.1 * normal(n, hv, 128, 128) if edge else None,
         "dstate": 0.02 * normal(n, hv, 128, 128) if edge else None,
-        "seqs": sequences.packed((0, *torch.tensor(lengths).cumsum(0).tolist()), tokens),
+        "seqs": seqs if cut is None else segments.cut(seqs, cut),
         "l2norm": l2norm,
     }
 
 
 def run_all(run, *, q, k, v, g, gate, beta, do, state, dstate, seqs, l2norm):
-    """Every stage's results; a `Prep` as it is."""
+    """Every stage's results, through the segments if there are any; a `Prep` as it is."""
+    cut, entering, leaving = isinstance(seqs, segments.Segments), None, None
     with poisoned_empty():
         prep = run.prep(q, k, g, gate, beta, seqs, scale=SCALE, l2norm=l2norm)
+        if cut:
+            b, *maps = run.transfer(v, beta, prep, seqs, initial_state=state, least=-20.0)
+            entering = run.chain(b, *maps, prep, seqs)
         o, final, states = run.scan(
-            v, beta, prep, seqs, initial_state=state, output_final_state=True, save_states=True
+            v, beta, prep, seqs, initial_state=state, entering=entering, output_final_state=True,
+            save_states=True,
+        )  # fmt: skip
+        again = run.scan(
+            v, beta, prep, seqs, initial_state=state, entering=entering, save_states=True, need_output=False
         )
-        y, adjoints, initial = run.adj(do, beta, prep, seqs, dht=dstate, need_dh0=True)
+        if cut:
+            b = run.adj_transfer(do, beta, prep, seqs, maps[1], dht=dstate, least=-20.0)
+            leaving = run.chain(b, *maps, prep, seqs, adjoint=True)
+        y, adjoints, initial = run.adj(do, beta, prep, seqs, dht=dstate, leaving=leaving, need_dh0=True)
         made = {
             "o": o,
             "final": final,
             "states": states,
+            "states again": again[2],
             "y": y.clone(),
             "adjoints": adjoints,
             "dh0": initial,
         }
         grads = run.out(
             q, k, v, g, gate, do, y, beta, prep, states, adjoints, seqs, scale=SCALE, l2norm=l2norm,
-            states_edge=state is not None, adj_edge=dstate is not None,
+            states_edge=cut or state is not None, adj_edge=cut or dstate is not None,
         )  # fmt: skip
         made |= dict(zip(GRADS, grads, strict=True))
         if gate is None:
@@ -101,6 +119,8 @@ CASES = {
     "mixed decay": {"lengths": (150,), "heads": (1, 2), "gate": "mixed"},
     "bounded gate": {"lengths": (150,), "heads": (1, 2), "gate": "bounded", "g_dtype": torch.bfloat16},
     "standard gate": {"lengths": (150,), "heads": (1, 2), "gate": "standard"},
+    "segments": {"lengths": (200, 0, 130), "heads": (1, 2), "gate": "slow", "cut": (3, 1, 2)},
+    "segments apart": {"lengths": (330,), "heads": (1, 1), "edge": False, "cut": (3,)},
 }
 
 
@@ -121,10 +141,33 @@ def test_kernels_are_as_their_twins(kernels, name):
             continue
         first = images
         shown = images | tensors_of(kernels.logical_prep(prep, case["seqs"]))
-        for tape in ("states", "adjoints"):
+        for tape in ("states", "states again", "adjoints"):
             shown[tape] = kernels.logical_states(got[tape])
         if case["gate"] is not None:  # sums that cancel: of the kernels' own parts
             expected["da_log"], expected["dbias"] = twins.reduce(got["partials"])
         for key, value in expected.items():
             assert shown[key].shape == value.shape
             assert relative_error(shown[key], value) <= 5e-3, key
+
+
+def test_cuts_on_the_device(kernels):
+    """Boundaries that only the kernels read: the bits of the same segments planned on the host."""
+    case = case_of((200, 0, 130), (1, 2), gate="slow", cut=(2, 1, 2))
+    known = case["seqs"]
+    _, expected = run_all(kernels, **case)
+    boundaries = torch.tensor(known.whole.boundaries, dtype=torch.int64)
+    case["seqs"] = segments.cut_unseen(sequences.packed_on_device(boundaries, known.total), 2)
+    for kernels.seed in SEEDS:
+        _, got = run_all(kernels, **case)
+        for name in ("o", "final", "dh0", "dq", "dk", "dv", "dbeta", "dg"):
+            assert_bitwise_equal(name, got[name], expected[name])
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["plain", "transposed"])
+def test_merge(kernels, transposed):
+    chains = (((0, -1, 1), (1, 1, 2), (2, 2, 0)),)
+    random = torch.Generator().manual_seed(0)
+    b = torch.randn(3, 2, 128, 128, generator=random)
+    m = torch.randn(3, 2, 128, 128, generator=random) / 12
+    expected = state_chain.merge(b, m, chains, 3, transposed=transposed)
+    assert relative_error(kernels.merge(b, m, chains, 3, transposed=transposed), expected) <= 1e-6

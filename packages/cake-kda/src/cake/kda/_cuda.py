@@ -7,13 +7,15 @@ into a CUDA graph. `Prep` and the tapes hold images of swizzled tiles, one for e
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 import torch
 
-from cake.core import loader, workspace
+from cake.core import loader, state_chain, workspace
+from cake.core.segments import Segments
 from cake.core.sequences import CHUNK, Sequences
 from cake.core.tables import plan_tables
 from cake.kda._stages import Gate, Prep
@@ -49,7 +51,7 @@ def prep(
         last=torch.empty((seqs.chunk_capacity, v_heads, HEAD_DIM), dtype=torch.float32, device=device),
         rq=torch.empty((heads, total), dtype=torch.float32, device=device),
         rk=torch.empty((heads, total), dtype=torch.float32, device=device),
-        plan=plan_tables(seqs, device, stream, library.kda_plan, library.kda_boundaries),
+        plan=plan_tables(seqs, device, stream, library.kda_plan, library.kda_boundaries, _cut_plan),
     )
     library.kda_prep(
         q, k, g, *_gate(gate), beta, made.plan, seqs.n, seqs.chunk_capacity,
@@ -65,19 +67,20 @@ def scan(
     seqs: Sequences,
     *,
     initial_state: torch.Tensor | None = None,
+    entering: torch.Tensor | None = None,
     output_final_state: bool = False,
     save_states: bool = False,
     need_output: bool = True,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """The serial forward; see `_stages`."""
-    edge = initial_state is not None
+    edge = initial_state is not None or entering is not None
     o = torch.empty(v.shape, dtype=v.dtype, device=v.device) if need_output else None
-    final_state = _edge_state(seqs, v) if output_final_state else None
+    final_state = _states(_sequences(seqs), v) if output_final_state else None
     states = _tape("states", seqs, v, edge) if save_states else None
     _library("kda_scan").kda_scan(
-        v, beta, prep.plan, seqs.n, seqs.chunk_capacity,
+        v, beta, prep.plan, seqs.n, _sequences(seqs), seqs.chunk_capacity,
         prep.qg, prep.kg, prep.kr, prep.p, prep.t, prep.last,
-        initial_state, o, final_state, states, edge, _stream(v.device),
+        initial_state, entering, o, final_state, states, edge, _stream(v.device),
     )  # fmt: skip
     return o, final_state, states
 
@@ -89,19 +92,85 @@ def adj(
     seqs: Sequences,
     *,
     dht: torch.Tensor | None = None,
+    leaving: torch.Tensor | None = None,
     need_dh0: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """The serial adjoint; see `_stages`."""
-    edge = dht is not None
+    edge = dht is not None or leaving is not None
     y = torch.empty(do.shape, dtype=do.dtype, device=do.device)
     adj_states = _tape("adj_states", seqs, do, edge)
-    dh0 = _edge_state(seqs, do) if need_dh0 else None
+    dh0 = _states(_sequences(seqs), do) if need_dh0 else None
     _library("kda_adj").kda_adj(
-        do, beta, prep.plan, seqs.n, seqs.chunk_capacity,
+        do, beta, prep.plan, seqs.n, _sequences(seqs), seqs.chunk_capacity,
         prep.qg, prep.kg, prep.kr, prep.p, prep.t, prep.last,
-        dht, y, dh0, adj_states, edge, _stream(do.device),
+        dht, leaving, y, dh0, adj_states, edge, _stream(do.device),
     )  # fmt: skip
     return y, adj_states, dh0
+
+
+def transfer(
+    v: torch.Tensor,
+    beta: torch.Tensor,
+    prep: Prep,
+    seqs: Segments,
+    *,
+    initial_state: torch.Tensor | None = None,
+    least: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The maps of segments; see `_stages`."""
+    b, m = (_states(seqs.n, v) for _ in range(2))
+    live = torch.empty((seqs.n, v.shape[2]), dtype=torch.int32, device=v.device)
+    _library("kda_transfer").kda_transfer(
+        v, beta, prep.plan, seqs.n, _sequences(seqs), seqs.chunk_capacity,
+        prep.qg, prep.kg, prep.kr, prep.p, prep.t, prep.last,
+        initial_state, b, m, live, least, _stream(v.device),
+    )  # fmt: skip
+    return b, m, live
+
+
+def adj_transfer(
+    do: torch.Tensor,
+    beta: torch.Tensor,
+    prep: Prep,
+    seqs: Segments,
+    live: torch.Tensor,
+    *,
+    dht: torch.Tensor | None = None,
+    least: float | None = None,
+) -> torch.Tensor:
+    """The adjoint maps' B; see `_stages`."""
+    b = _states(seqs.n, do)
+    _library("kda_transfer").kda_adj_transfer(
+        do, beta, prep.plan, seqs.n, _sequences(seqs), seqs.chunk_capacity,
+        prep.qg, prep.kg, prep.kr, prep.p, prep.t, prep.last,
+        dht, b, live, least, _stream(do.device),
+    )  # fmt: skip
+    return b
+
+
+def merge(
+    b: torch.Tensor,
+    m: torch.Tensor,
+    chains: Sequence[Sequence[state_chain.Step]],
+    n_out: int,
+    **options: Any,
+) -> torch.Tensor:
+    """See `cake.core.state_chain.merge`, whose arguments, result and errors these are."""
+    return state_chain.launch_merge(_merges(), ARCH, _stream(b.device), b, m, chains, n_out, **options)
+
+
+def chain(
+    b: torch.Tensor,
+    m: torch.Tensor,
+    live: torch.Tensor,
+    prep: Prep,
+    seqs: Segments,
+    *,
+    adjoint: bool = False,
+) -> torch.Tensor:
+    """The states where segments meet; see `_stages`."""
+    stream = _stream(b.device)
+    return state_chain.launch_chain(_merges(), ARCH, stream, b, m, live, prep.plan, seqs, adjoint=adjoint)
 
 
 def out(
@@ -182,6 +251,14 @@ def _library(name: str) -> Any:
     return loader.load("kda", name, arch=ARCH)
 
 
+def _merges() -> Any:
+    return loader.load("kda", "affine_merge", arch=ARCH, package="state_chain")
+
+
+def _cut_plan(*arguments: Any) -> None:
+    _library("kda_transfer").kda_cut_plan(*arguments)
+
+
 def _stream(device: torch.device) -> int:
     # Asked of torch at every call: a stream context or the autograd thread may have another one by now.
     return torch.cuda.current_stream(device).cuda_stream
@@ -211,5 +288,9 @@ def _tape(role: str, seqs: Sequences, v: torch.Tensor, edge: bool) -> torch.Tens
     return _take(role, (seqs.slots(edge), v.shape[2], HEAD_DIM, HEAD_DIM), v.device)
 
 
-def _edge_state(seqs: Sequences, v: torch.Tensor) -> torch.Tensor:
-    return torch.empty((seqs.n, v.shape[2], HEAD_DIM, HEAD_DIM), dtype=torch.float32, device=v.device)
+def _states(n: int, v: torch.Tensor) -> torch.Tensor:
+    return torch.empty((n, v.shape[2], HEAD_DIM, HEAD_DIM), dtype=torch.float32, device=v.device)
+
+
+def _sequences(seqs: Sequences) -> int:
+    return seqs.whole.n if isinstance(seqs, Segments) else seqs.n

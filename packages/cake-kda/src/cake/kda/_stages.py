@@ -16,6 +16,25 @@ save_states=False, need_output=True, o=None) -> (o | None, final_state | None, s
 (y, adj_states, dh0 | None)``
     The serial adjoint. y bf16 [B, T, HV, 128] is the adjoint of each token's delta, `adj_states` bf16
     [slots, HV, V, K] the adjoint state after each chunk.
+
+Of a call that is cut, `seqs` are its `Segments`, `scan` gets ``entering`` and `adj` gets ``leaving``, fp32
+[segments, HV, K, V]: the states where segments meet. Then initial_state, final_state, dht and dh0 still have
+a row for each sequence, and both tapes a slot for each chunk. `transfer`, `adj_transfer` and `chain` make
+them:
+
+``transfer(v, beta, prep, seqs, *, initial_state=None, least=None) -> (b, m, live)``
+    The map S_out = M S_in + B of each segment that another one follows: b fp32 [segments, HV, K, V], m fp32
+    [segments, HV, K, K], live int32 [segments, HV]. Without a segment before it b is the state that leaves,
+    walked from the initial one. Where the decay of a segment is below e^least, M counts as 0: live is 0, m is
+    0, and b may be walked over the last chunks alone. That decay is the product over its chunks of their
+    slowest channels', e^-5 at least for each. Rows that nobody needs are undefined.
+``adj_transfer(do, beta, prep, seqs, live, *, dht=None, least=None) -> b``
+    The B of R_in = M^T R_out + B, of each segment with one before it; alike.
+``chain(b, m, live, prep, seqs, *, adjoint=False) -> states``
+    What `scan` takes as ``entering``, or of the adjoint maps what `adj` takes as ``leaving``.
+``merge(b, m, chains, n_out, *, live=None, transposed=False, columns=None, out=None) -> states``
+    See `cake.core.state_chain`.
+
 ``out(q, k, v, g, gate, do, y, beta, prep, states, adj_states, seqs, *, scale, l2norm, states_edge, adj_edge,
 into=None) -> (dq, dk, dv, dbeta, dg, partials | None)``
     The parallel rest of the backward; dq, dk, dv bf16, dbeta fp32, dg in g's dtype and with respect to g as
@@ -24,20 +43,10 @@ into=None) -> (dq, dk, dv, dbeta, dg, partials | None)``
 ``reduce(partials) -> (da_log, dbias)``
     Their sums over chunks in a fixed order, fp32 [HV] and [HV, 128].
 
-The torch twins serve more. `seqs` may be a selection of the call's sequences (`Sequences.select`): the walks
-and `out` then write its tokens alone, into `o`, `y` and `into` = (dq, dk, dv, dbeta, dg), and number their
-tapes by the selection; `prep` is always the whole call's. With `Segments`, `entering` and `leaving`, fp32
-[segments, HV, K, V], are the states where segments meet. What makes such states:
-
-``transfer(v, beta, prep, seqs, *, initial_state=None, least=None) -> (b, m, live)``
-    The maps S_out = M S_in + B of sequences or segments: b fp32 [n, HV, K, V], m fp32 [n, HV, K, K], live
-    int32 [n, HV]. A segment without one before it has no M: b is the state that leaves, walked from the
-    initial one. Where the decay is below e^least in every channel, M counts as 0: live is 0, m is 0, and b
-    may be walked over the last chunks alone. Rows of segments that no other one follows are undefined.
-``adj_transfer(do, beta, prep, seqs, live, *, dht=None, least=None) -> b``
-    The B of R_in = M^T R_out + B; alike.
-``merge(b, m, chains, n_out, *, live=None, transposed=False, columns=None, out=None) -> states``
-    See `cake.core.state_chain`.
+Where a backend says `SELECTIONS`, as the torch twins do, `seqs` may also be a selection of the call's
+sequences (`Sequences.select`): the walks and `out` then write its tokens alone, into `o`, `y` and `into` =
+(dq, dk, dv, dbeta, dg), and number their tapes by the selection, and `transfer` and `adj_transfer` find the
+maps of each sequence; `prep` is always the whole call's.
 """
 
 from __future__ import annotations

@@ -17,8 +17,9 @@ from functools import reduce as fold
 
 import torch
 
-from cake.core import workspace
+from cake.core import state_chain, workspace
 from cake.core.edges import Edges
+from cake.core.segments import Segments
 from cake.core.sequences import CHUNK, Sequences
 from cake.core.state_chain import merge
 from cake.core.tiles import Tile, blocks, groups
@@ -27,7 +28,10 @@ from cake.kda._gates import log_decay, log_decay_backward
 from cake.kda._pairs import bf16
 from cake.kda._stages import Gate, Prep
 
-__all__ = ["adj", "adj_transfer", "merge", "out", "prep", "reduce", "scan", "transfer"]
+__all__ = ["adj", "adj_transfer", "chain", "merge", "out", "prep", "reduce", "scan", "transfer"]
+
+#: `scan`, `adj` and `out` take a part of a call's sequences.
+SELECTIONS = True
 
 BF16 = torch.bfloat16
 LOG2E = 1.4426950408889634
@@ -172,6 +176,19 @@ def transfer(
             _step(tile, prep, last, None, tile.vectors(beta_rows), _two_bf16(now), now, _two_bf16)
         m[group.ids] = torch.where(here[..., None, None], state, 0.0)
     return b, m, live
+
+
+def chain(
+    b: torch.Tensor,
+    m: torch.Tensor,
+    live: torch.Tensor,
+    prep: Prep,
+    seqs: Segments,
+    *,
+    adjoint: bool = False,
+) -> torch.Tensor:
+    """The states where segments meet; see `_stages`."""
+    return state_chain.chain(b, m, live, seqs, adjoint=adjoint)
 
 
 def adj(

@@ -12,7 +12,10 @@ SPEC = OpSpec(
     summary="Kimi Delta Attention: a gated delta rule with one decay per key channel (Kimi-Linear)",
     variants=("det", "fast"),
     selection=Selection(option="linear_attention_backend", value="cake"),
-    kernel_packages=(KernelPackage(name="kda", module="cake.kda", path="csrc"),),
+    kernel_packages=(
+        KernelPackage(name="kda", module="cake.kda", path="csrc"),
+        KernelPackage(name="state_chain", module="cake.kda", path="_vendor/state_chain"),
+    ),
     entry_points={
         "chunk_kda": "cake.kda.api:chunk_kda",
         "kcp_chunk_kda": "cake.kda.api:kcp_chunk_kda",

@@ -11,15 +11,21 @@
 
 namespace cake::kda {
 
-template <int kHalves>
+// `kTransfer`: of a pre-scan (kda_transfer.cuh), which keeps the last state alone.
+template <bool kTransfer>
+__device__ __forceinline__ Edges adj_edges(const WalkArgs& args, const Walk& walk) {
+  return kTransfer ? transfer_edges<false>(args.plan, walk, args.v_heads, args.edge_in, args.edge_out)
+                   : edges_of<false>(args.plan, walk, args.v_heads, args.edge_in, args.inner, args.edge_out);
+}
+
+template <int kHalves, bool kTransfer>
 __device__ __forceinline__ void adj_states(WalkShared<kHalves>& s, const WalkArgs& args, const KdaWalk& walk,
                                            int thread) {
   const int lane = thread & 31, warp = thread >> 5;
   const int channel0 = 16 * warp;  // the warp's first row of the CTA's part of R^T
-  const int64_t edge = (int64_t(walk.index) * args.v_heads + walk.v_head) * kHeadDim * kHeadDim;
 
   float state[64];
-  load_edge(state, args.edge_in ? args.edge_in + edge : nullptr, walk.channel + channel0, lane);
+  load_edge(state, adj_edges<kTransfer>(args, walk).in, walk.channel + channel0, lane);
 
   RingState<kStages> at;
   for (int i = 0; i < walk.chunks; ++i, at.advance()) {
@@ -40,11 +46,13 @@ __device__ __forceinline__ void adj_states(WalkShared<kHalves>& s, const WalkArg
     gemm_rs<Major::K, kChunk, 8>(dd, a, smem_addr(stage.kr), false);
     gemm_rs<Major::MN, kChunk, 4>(dd, grad, smem_addr(stage.p), true);
     wgmma_commit();
-    const int64_t slot = adjoint_slot(walk.sequence, chunk, chunk == walk.chunks - 1, args.edge_slots);
-    if (slot >= 0)
-      store_state<64 * kHalves>(smem_addr(s.state),
-                                args.states + (slot * args.v_heads + walk.v_head) * kHeadDim * kHeadDim, a, channel0,
-                                lane, walk.channel);
+    if constexpr (!kTransfer) {
+      const int64_t slot = adjoint_slot(walk.sequence, chunk, chunk == walk.chunks - 1, args.edge_slots);
+      if (slot >= 0)
+        store_state<64 * kHalves>(smem_addr(s.state),
+                                  args.states + (slot * args.v_heads + walk.v_head) * kHeadDim * kHeadDim, a, channel0,
+                                  lane, walk.channel);
+    }
     wgmma_wait<0>();
     pin(dd);
     uint32_t w[4][4];
@@ -72,32 +80,40 @@ __device__ __forceinline__ void adj_states(WalkShared<kHalves>& s, const WalkArg
           update[j][r] = pack_bf16(-beta.x * y[e], -beta.y * y[e + 1]);
         }
       }
-    to_frag(out, y);
+    if constexpr (!kTransfer) to_frag(out, y);
     pin(update);
     wgmma_fence();
     gemm_rs<Major::MN, kChunk, 4>(state, update, smem_addr(stage.kg), true);
     wgmma_commit();
-    leave_channels(x, out, channel0, lane);
+    if constexpr (!kTransfer) leave_channels(x, out, channel0, lane);
     wgmma_wait<0>();
     pin(state);
     s.ring.signal_empty(at, lane);
   }
-  if (args.edge_out) store_edge(args.edge_out + edge, state, walk.channel + channel0, lane);
-  if (lane == 0) bulk_wait();  // shared memory must outlive the copies
+  const Edges edges = adj_edges<kTransfer>(args, walk);
+  if (edges.out) store_edge(edges.out, state, walk.channel + channel0, lane);
+  if (!kTransfer && lane == 0) bulk_wait();  // shared memory must outlive the copies
+}
+
+template <int kHalves, bool kTransfer>
+__device__ __forceinline__ void adj_walk(const WalkArgs& args, const KdaWalk& walk) {
+  extern __shared__ __align__(1024) uint8_t raw[];
+  auto& s = *reinterpret_cast<WalkShared<kHalves>*>(raw);
+  walk_init(s);
+  if (threadIdx.x >= kHalves * 128) {
+    if constexpr (kHalves == 2) registers_shrink<kProducerRegisters>();
+    produce<kHalves, false, !kTransfer>(s, args, walk, threadIdx.x % 128);
+  } else {
+    if constexpr (kHalves == 2) registers_grow<kStateRegisters>();
+    adj_states<kHalves, kTransfer>(s, args, walk, threadIdx.x);
+  }
 }
 
 template <int kHalves>
 static __global__ void __launch_bounds__(kWalkThreads<kHalves>, 1) adj_kernel(const __grid_constant__ WalkArgs args) {
-  extern __shared__ __align__(1024) uint8_t raw[];
-  auto& s = *reinterpret_cast<WalkShared<kHalves>*>(raw);
-  const KdaWalk walk = walk_init(s, args);
-  if (threadIdx.x >= kHalves * 128) {
-    if constexpr (kHalves == 2) registers_shrink<kProducerRegisters>();
-    produce<kHalves, false, true>(s, args, walk, threadIdx.x % 128);
-  } else {
-    if constexpr (kHalves == 2) registers_grow<kStateRegisters>();
-    adj_states<kHalves>(s, args, walk, threadIdx.x);
-  }
+  const KdaWalk walk = kda_walk_of<kHalves>(args, blockIdx.x);
+  if (args.inner && unneeded(walk, args.plan.segment(walk.index))) return;
+  adj_walk<kHalves, false>(args, walk);
 }
 
 }  // namespace cake::kda

@@ -13,15 +13,21 @@
 
 namespace cake::kda {
 
-template <int kHalves, bool kOutput, bool kTape>
+// `kTransfer`: of a pre-scan (kda_transfer.cuh), which keeps the last state alone.
+template <bool kTransfer>
+__device__ __forceinline__ Edges scan_edges(const WalkArgs& args, const Walk& walk) {
+  return kTransfer ? transfer_edges<true>(args.plan, walk, args.v_heads, args.edge_in, args.edge_out)
+                   : edges_of<true>(args.plan, walk, args.v_heads, args.edge_in, args.inner, args.edge_out);
+}
+
+template <int kHalves, bool kOutput, bool kTape, bool kTransfer = false>
 __device__ __forceinline__ void scan_states(WalkShared<kHalves>& s, const WalkArgs& args, const KdaWalk& walk,
                                             int thread) {
   const int lane = thread & 31, warp = thread >> 5;
   const int channel0 = 16 * warp;  // the warp's first row of the CTA's part of S^T
-  const int64_t edge = (int64_t(walk.index) * args.v_heads + walk.v_head) * kHeadDim * kHeadDim;
 
   float state[64];
-  load_edge(state, args.edge_in ? args.edge_in + edge : nullptr, walk.channel + channel0, lane);
+  load_edge(state, scan_edges<kTransfer>(args, walk).in, walk.channel + channel0, lane);
 
   RingState<kStages> at;
   for (int i = 0; i < walk.chunks; ++i, at.advance()) {
@@ -98,7 +104,8 @@ __device__ __forceinline__ void scan_states(WalkShared<kHalves>& s, const WalkAr
     pin(state);
     s.ring.signal_empty(at, lane);
   }
-  if (args.edge_out) store_edge(args.edge_out + edge, state, walk.channel + channel0, lane);
+  const Edges edges = scan_edges<kTransfer>(args, walk);
+  if (edges.out) store_edge(edges.out, state, walk.channel + channel0, lane);
   if (kTape && lane == 0) bulk_wait();  // shared memory must outlive the copies
 }
 
@@ -106,7 +113,9 @@ template <int kHalves, bool kOutput, bool kTape>
 static __global__ void __launch_bounds__(kWalkThreads<kHalves>, 1) scan_kernel(const __grid_constant__ WalkArgs args) {
   extern __shared__ __align__(1024) uint8_t raw[];
   auto& s = *reinterpret_cast<WalkShared<kHalves>*>(raw);
-  const KdaWalk walk = walk_init(s, args);
+  const KdaWalk walk = kda_walk_of<kHalves>(args, blockIdx.x);
+  if (args.inner && unneeded(walk, args.plan.segment(walk.index))) return;
+  walk_init(s);
   if (threadIdx.x >= kHalves * 128) {
     if constexpr (kHalves == 2) registers_shrink<kProducerRegisters>();
     produce<kHalves, true, kOutput>(s, args, walk, threadIdx.x % 128);

@@ -29,6 +29,7 @@ struct WalkArgs {
   __nv_bfloat16* out;  // [total, HV, 128]: o or Y; may be null
   __nv_bfloat16* states;  // tape images [slots, HV, 128, 128]; may be null
   const float* edge_in;  // [N, HV, K, V] or null: initial state, or gradient of the final state
+  const float* inner;  // [segments, HV, K, V] of a call that is cut, else null: the states where segments meet
   float* edge_out;  // [N, HV, K, V] or null: final state, or gradient of the initial state
   int v_heads;
   bool edge_slots;  // whether the tape has a slot for the sequence's edge too
@@ -46,8 +47,6 @@ struct WalkShared {
     alignas(16) float last[kHeadDim];
     float beta[kChunk];
   };
-  static constexpr int kBulkBytes = 3 * kTokenTileBytes + 2 * kSquareTileBytes + kHeadDim * 4;
-
   Stage stages[kStages];
   alignas(1024) uint8_t state[kHalves * kStateTileBytes / 2];  // the tape's image on its way out
   Ring<kStages> ring;
@@ -67,22 +66,32 @@ struct KdaWalk : Walk {
   }
 };
 
+// CTAs of one sequence and v head.
 template <int kHalves>
-__device__ __forceinline__ KdaWalk walk_init(WalkShared<kHalves>& s, const WalkArgs& args) {
-  constexpr int kCtas = 2 / kHalves;  // of one sequence and v head
-  const KdaWalk walk{walk_of(args.plan, args.v_heads, 1, blockIdx.x / kCtas), int(blockIdx.x % kCtas) * 64};
+constexpr int kWalkCtas = 2 / kHalves;
+
+template <int kHalves>
+__device__ __forceinline__ KdaWalk kda_walk_of(const WalkArgs& args, int block) {
+  constexpr int kCtas = kWalkCtas<kHalves>;
+  return {walk_of(args.plan, args.v_heads, 1, block / kCtas), block % kCtas * 64};
+}
+
+template <int kHalves>
+__device__ __forceinline__ void walk_init(WalkShared<kHalves>& s) {
   if (threadIdx.x == 0) {
     // A loading thread arrives once for its copies and once for its beta.
     s.ring.init(2 * 128, kHalves * 4 * kWarpArrivals);
     mbar_init_fence();
   }
   __syncthreads();
-  return walk;
 }
 
-template <int kHalves, bool kForward, bool kOutput>
+// `kValues`: whether x is loaded. A forward walk without output reads neither Qg nor P.
+template <int kHalves, bool kForward, bool kOutput, bool kValues = true>
 __device__ __forceinline__ void produce(WalkShared<kHalves>& s, const WalkArgs& args, const KdaWalk& walk, int thread) {
   constexpr int kGroups = 8 * kHalves;
+  constexpr bool kScores = kOutput || !kForward;
+  constexpr int kBulkBytes = (kScores ? 3 : 2) * kTokenTileBytes + (kScores ? 2 : 1) * kSquareTileBytes + kHeadDim * 4;
   const int tokens = args.plan.tokens_per_batch, row_stride = args.v_heads * kHeadDim;
   // The thread's token's beta, fetched a chunk ahead; 0 past the end.
   const auto beta_of = [&](int i) {
@@ -99,11 +108,13 @@ __device__ __forceinline__ void produce(WalkShared<kHalves>& s, const WalkArgs& 
     if (i < walk.chunks || done >= 0) s.ring.wait_empty(at);
     if (i < walk.chunks && thread == 0) {
       const int64_t image = walk.image(chunk, args.v_heads);
-      mbar_expect_tx(full, s.kBulkBytes);
+      mbar_expect_tx(full, kBulkBytes);
       bulk_load(smem_addr(stage.kg), args.kg + image * (kChunk * kHeadDim), kTokenTileBytes, full);
       bulk_load(smem_addr(stage.t), args.t + image * (kChunk * kChunk), kSquareTileBytes, full);
-      bulk_load(smem_addr(stage.qg), args.qg + image * (kChunk * kHeadDim), kTokenTileBytes, full);
-      bulk_load(smem_addr(stage.p), args.p + image * (kChunk * kChunk), kSquareTileBytes, full);
+      if constexpr (kScores) {
+        bulk_load(smem_addr(stage.qg), args.qg + image * (kChunk * kHeadDim), kTokenTileBytes, full);
+        bulk_load(smem_addr(stage.p), args.p + image * (kChunk * kChunk), kSquareTileBytes, full);
+      }
       bulk_load(smem_addr(stage.kr), args.kr + image * (kChunk * kHeadDim), kTokenTileBytes, full);
       bulk_load(smem_addr(stage.last), args.last + image * kHeadDim, kHeadDim * 4, full);
     }
@@ -114,8 +125,9 @@ __device__ __forceinline__ void produce(WalkShared<kHalves>& s, const WalkArgs& 
                             row_stride, walk.rows(before), thread);
     }
     if (i < walk.chunks) {
-      load_rows<kGroups, 128>(smem_addr(stage.x), args.x.row(walk.token(chunk), tokens, walk.v_head) + walk.channel,
-                              args.x.token_stride, walk.rows(chunk), thread);
+      if constexpr (kValues)
+        load_rows<kGroups, 128>(smem_addr(stage.x), args.x.row(walk.token(chunk), tokens, walk.v_head) + walk.channel,
+                                args.x.token_stride, walk.rows(chunk), thread);
       cp_async_mbar_arrive(full);
       if (thread < kChunk) stage.beta[thread] = beta;
       mbar_arrive(full);
