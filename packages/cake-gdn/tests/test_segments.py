@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from cake.core import segments as planner
+from cake.core.segments import plan_unseen
 from cake.core.testing import assert_bitwise_equal, poisoned_empty, relative_error
 from cake.gdn import _segments, _stages, chunk_gated_delta_rule, plan, reference
 
@@ -148,14 +149,14 @@ class TestCutOnTheDevice:
 
     @pytest.fixture(autouse=True)
     def _unseen(self, length, monkeypatch):
-        monkeypatch.setattr(_segments, "plan_unseen", lambda *_: length)
+        monkeypatch.setattr(planner, "plan_unseen", lambda *_: length)
 
     @pytest.fixture
     def as_known(self, length, monkeypatch):
         def plan_alike(counts, *_, **__):
             return tuple(max(1, -(-count // length)) for count in counts)
 
-        monkeypatch.setattr(_segments, "plan", plan_alike)
+        monkeypatch.setattr(planner, "plan", plan_alike)
 
     @pytest.mark.parametrize("length", [2, 3, 100], ids="L{}".format)
     @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
@@ -176,10 +177,10 @@ class TestCutOnTheDevice:
         assert_same_bits(call(case, cu_seqlens=cu), call(case))
 
     def test_by_default(self, make, call, assert_accurate, monkeypatch):
-        monkeypatch.setattr(_segments, "plan_unseen", planner.plan_unseen)
+        monkeypatch.setattr(planner, "plan_unseen", plan_unseen)
         made = []
-        keep = _segments.cut_unseen
-        monkeypatch.setattr(_segments, "cut_unseen", lambda *x: made.append(keep(*x)) or made[-1])
+        keep = planner.cut_unseen
+        monkeypatch.setattr(planner, "cut_unseen", lambda *x: made.append(keep(*x)) or made[-1])
         case = make((900, 100, 300), heads=(1, 2), gate=-0.01)
         cu = torch.tensor(case.boundaries, device=case.q.device)
         assert_accurate(case, call(case, cu_seqlens=cu))
@@ -198,15 +199,15 @@ class TestCutOnTheDevice:
 
 class TestPlan:
     def test_long_sequences_of_few_heads_are_cut(self):
-        assert _segments.segments_of(plan.packed((0, 32768), 32768), 8, "torch", None, False).n == 16
+        assert planner.cut_of_call(plan.packed((0, 32768), 32768), 8, None, False).n == 16
 
     def test_a_full_gpu_is_left_alone(self):
-        assert _segments.segments_of(plan.batched(8, 4096), 64, "torch", None, False) is None
+        assert planner.cut_of_call(plan.batched(8, 4096), 64, None, False) is None
 
     def test_by_default(self, make, call, cut_from, monkeypatch, assert_accurate):
         made = []
-        keep = _segments.cut
-        monkeypatch.setattr(_segments, "cut", lambda *x: made.append(keep(*x)) or made[-1])
+        keep = planner.cut
+        monkeypatch.setattr(planner, "cut", lambda *x: made.append(keep(*x)) or made[-1])
         case = make((600, 60), gate=-0.02)
         assert_accurate(case, call(case))
         assert made[0].n > 2
@@ -217,11 +218,11 @@ class TestPlan:
         arguments = {"segments": 2} if name == "segments" else {"packing_invariant": True}
         full = {"segments": None, "packing_invariant": False} | arguments
         with pytest.raises(ValueError, match=f"{name} needs the boundaries on the host"):
-            _segments.segments_of(seqs, 2, "torch", **full)
-        assert _segments.segments_of(seqs, 2, "torch", None, False) is None
+            planner.cut_of_call(seqs, 2, **full)
+        assert planner.cut_of_call(seqs, 2, None, False) is None
         seqs = plan.packed_on_device(torch.tensor([0, 100, 60000]), 60000)
-        assert _segments.segments_of(seqs, 2, "cuda", None, False).length == 16
-        assert _segments.segments_of(seqs, 2, "cuda", 1, False) is None
+        assert planner.cut_of_call(seqs, 2, None, False).length == 16
+        assert planner.cut_of_call(seqs, 2, 1, False) is None
 
     def test_refusals(self, make):
         case = make((100,))

@@ -16,15 +16,17 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from heapq import heappop, heappush
 
-from cake.core.sequences import CHUNK, Sequences
+from cake.core.sequences import CHUNK, Sequences, packed
 
 __all__ = [
+    "LEAST",
     "PROCESSORS",
     "Cost",
     "Segments",
     "UnseenSegments",
     "cost",
     "cut",
+    "cut_of_call",
     "cut_unseen",
     "makespan",
     "plan",
@@ -34,6 +36,9 @@ __all__ = [
 
 #: Declared processors of an architecture: what plans count on, whatever the device has.
 PROCESSORS = {"sm_90a": 132}
+#: By variant, natural log of the decay below which a state is taken to be gone. e^-20 is 2e-9: less than fp32
+#: sees of a state beside another of its size. fast may see less.
+LEAST = {"det": -20.0, "fast": -10.0}
 #: Longest segments that `plan` chooses from, in chunks. None is longer than a pre-scan may walk.
 LENGTHS = (8, 12, 16, 24, 32, 48, 64, 96, 128)
 MOST_CHUNKS = 128
@@ -51,6 +56,8 @@ class Cost:
         decay of most heads lets a pre-scan look at a segment's last few chunks only: half of it is counted.
     merge_start: of a merge. merge, merge_octet: of one of its steps, and more for each 8 columns that a block
         takes (`cake.core.state_chain`); half of these too.
+    half: where walks take two processors each if there are enough of them, percent of a chunk's time that it
+        takes then, at least 50; 0 where they don't.
     """
 
     start: int = 14000
@@ -61,6 +68,7 @@ class Cost:
     merge_start: int = 4000
     merge: int = 4500
     merge_octet: int = 800
+    half: int = 0
 
 
 COST = Cost()
@@ -180,6 +188,40 @@ def plan_unseen(tokens: int, n: int, heads: int, *, processors: int = PROCESSORS
     return fitting[0] if fitting and fitting[0] < chunks else None
 
 
+def cut_of_call(
+    seqs: Sequences,
+    heads: int,
+    segments: int | None,
+    packing_invariant: bool,
+    *,
+    rates: Cost | None = None,
+) -> Segments | None:
+    """The segments of a call, or None where it isn't cut.
+
+    Args:
+        seqs: the call's sequences.
+        heads: v heads.
+        segments, packing_invariant: as of `plan`, from the call's own arguments.
+        rates: what the parts of a call take; `COST` by default.
+
+    Raises:
+        ValueError: boundaries of several sequences that exist on a device only, where they have to be known.
+    """
+    whole = seqs
+    if seqs.boundaries is None:
+        if seqs.n > 1:
+            for name, given in (("segments", (segments or 1) > 1), ("packing_invariant", packing_invariant)):
+                if given:
+                    raise ValueError(f"{name} needs the boundaries on the host: give cu_seqlens_cpu")
+            length = plan_unseen(seqs.tokens, seqs.n, heads) if segments is None else None
+            return None if length is None else cut_unseen(seqs, length)
+        whole = packed((0, seqs.total), seqs.total)
+    counts = plan(
+        whole.chunk_counts, heads, segments=segments, packing_invariant=packing_invariant, rates=rates
+    )
+    return cut(whole, counts) if max(counts) > 1 else None
+
+
 def sizes(chunks: int, segments: int) -> tuple[int, ...]:
     """Chunks of each segment of a sequence: they differ by one at most, longer ones first."""
     size, longer = divmod(chunks, segments)
@@ -284,11 +326,18 @@ def cost(counts: Sequence[int], cuts: Sequence[int], heads: int, processors: int
         maps += [(size + 1, long_maps * heads), (size, (2 * segments - 3 - long_maps) * heads)]
         long_adjoints = max(longer - 1, 0)
         adjoints += [(size + 1, long_adjoints * heads), (size, (segments - 1 - long_adjoints) * heads)]
-    total = makespan(walks, processors, rates.start, rates.scan)
-    total += makespan(walks, processors, rates.start, rates.adjoint)
+    total = 0
+    for items, rate in (
+        (walks, rates.scan),
+        (walks, rates.adjoint),
+        (maps, rates.transfer // 2),
+        (adjoints, rates.adjoint_transfer // 2),
+    ):
+        if rates.half and 2 * sum(count for _, count in items) <= processors:
+            items, rate = [(chunks, 2 * count) for chunks, count in items], rate * rates.half // 100
+        if items:
+            total += makespan(items, processors, rates.start, rate)
     if steps:
-        total += makespan(maps, processors, rates.start, rates.transfer // 2)
-        total += makespan(adjoints, processors, rates.start, rates.adjoint_transfer // 2)
         octets = 1 if chains <= 8 else 2 if chains <= 16 else 4 if chains <= 33 else 8
         total += 2 * (rates.merge_start + steps * ((rates.merge + octets * rates.merge_octet) // 2))
     return total

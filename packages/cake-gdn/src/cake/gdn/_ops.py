@@ -15,6 +15,7 @@ import torch
 
 from cake.core import config, sequences, tracing
 from cake.core.launch import running_on
+from cake.core.segments import cut_of_call
 from cake.gdn import _autograd, _gates, _route, _segments, _stages, api
 from cake.gdn._autograd import Call, Inputs
 from cake.gdn._route import Route
@@ -83,7 +84,7 @@ def _call_of(
 ) -> Call:
     cut = None
     if route.backend != "shapes":
-        cut = _segments.segments_of(seqs, v_heads, route.backend, segments, packing_invariant)
+        cut = cut_of_call(seqs, v_heads, segments, packing_invariant)
     return Call(
         seqs=seqs,
         scale=scale,

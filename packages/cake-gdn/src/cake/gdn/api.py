@@ -10,7 +10,8 @@ import torch
 from cake.core import config, cp, sequences, tracing
 from cake.core.checks import check_number, check_tensor
 from cake.core.launch import ALIGNMENT, is_aligned
-from cake.gdn import _autograd, _gates, _kcp, _segments, _stages
+from cake.core.segments import cut_of_call
+from cake.gdn import _autograd, _gates, _kcp, _stages
 from cake.gdn._route import Route, last_route
 from cake.gdn.plan import CHUNK, HEAD_DIM
 
@@ -201,9 +202,7 @@ def chunk_gated_delta_rule(
         route=route,
         differentiable=torch.is_grad_enabled()
         and any(x is not None and x.requires_grad for x in (q, k, v, g, beta, initial_state)),
-        segments=_segments.segments_of(seqs, v_heads, route.backend, segments, packing_invariant)
-        if context is None
-        else None,
+        segments=cut_of_call(seqs, v_heads, segments, packing_invariant) if context is None else None,
     )
     if context is not None:
         return _kcp.run(q, k, v, g, beta, call, context), None
