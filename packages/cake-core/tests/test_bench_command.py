@@ -16,6 +16,7 @@ SPEC = """
 from cake.core.spec import OpSpec, Selection
 
 SPEC = OpSpec("timed", "cake-timed", selection=Selection("timed_backend"), bench="cake.timed.bench:BENCH")
+SPREAD = OpSpec("spread", "cake-timed", bench="cake.timed.bench:SPREAD")
 SILENT = OpSpec("silent", "cake-timed")
 """
 
@@ -24,6 +25,7 @@ import os
 from functools import partial
 
 import torch
+import torch.distributed as dist
 
 from cake.core.bench import Arm, Bench, Inputs, Shape
 
@@ -48,9 +50,39 @@ def absent():
     import no_such_peer
 
 
+def under(context, layout):
+    if "TIMED_FATE" in os.environ and context.rank == 1:
+        if os.environ["TIMED_FATE"] == "dies":
+            os._exit(7)
+        raise ValueError("on purpose")
+
+    def call(given):
+        assert given.tensors["x"].shape == (1, context.tokens, 1)
+        return (given.tensors["x"].exp(),)
+
+    return call
+
+
+def packed(shape, device, seed):
+    x = torch.randn(1, shape.tokens, 1, device=device).requires_grad_()
+    return Inputs(shape, {"x": x}, (torch.ones_like(x),))
+
+
 def own(variant, factor):
     return Arm(f"cake-{variant}", lambda: partial(call, factor), ("save", "recompute"),
                partial(configuration, variant))
+
+
+SPREAD = Bench(
+    "timed",
+    (Shape("tiny", (1, 1), (5, 3), tiny=True), Shape("odd", (1, 1), (7,), spread=True)),
+    (
+        Arm("cake-det", lambda: partial(call, 1.0), under=under),
+        Arm("wrong", lambda: partial(call, 2.0), peer=True, under=under),
+        Arm("alone", lambda: partial(call, 1.0), peer=True),
+    ),
+    packed,
+)
 
 
 BENCH = Bench(
@@ -73,6 +105,7 @@ BENCH = Bench(
 def timed(tmp_path):
     files = {"cake/timed/__init__.py": "", "cake/timed/spec.py": SPEC, "cake/timed/bench.py": BENCH}
     ops = {"timed": "cake.timed.spec:SPEC", "silent": "cake.timed.spec:SILENT"}
+    ops["spread"] = "cake.timed.spec:SPREAD"
     with installed_distribution(tmp_path / "site", "cake-timed", ops=ops, files=files):
         yield tmp_path
 
@@ -344,3 +377,63 @@ def test_a_file_without_results_is_wrong_usage(timed, capsys, option):
         other.write_text(text)
         assert bench(option, str(other)) == 2
         assert message in capsys.readouterr().err
+
+
+class TestRanks:
+    """Runs over several processes: what the op's calls find, what a rank that fails does to the others."""
+
+    @pytest.fixture
+    def run(self, timed, monkeypatch):
+        monkeypatch.setenv("PYTHONPATH", str(timed / "site"))
+        out = timed / "results.json"
+        words = ["--device", "cpu", "--samples", "1", "--warmups", "0", "--passes", "fwd+bwd"]
+
+        def run(*more):
+            status = main(["bench", "spread", *words, "--world-size", "2", "--out", str(out), *more])
+            return status, json.loads(out.read_text())
+
+        return run
+
+    def test_rows_of_one_rank_and_of_all(self, run):
+        status, found = run("--vs", "alone", "--shapes", "tiny,odd")
+        assert status == 1  # for 7 tokens don't divide by 2
+        rows = [(row["shape"], row["arm"], row["world_size"], row["layout"]) for row in found["rows"]]
+        assert rows == [
+            ("tiny", "cake-det", 1, None),
+            ("tiny", "alone", 1, None),
+            ("tiny", "cake-det x2 contiguous", 2, "contiguous"),
+            ("tiny", "cake-det x2 zigzag", 2, "zigzag"),
+            ("odd", "cake-det", 1, None),
+            ("odd", "alone", 1, None),
+        ]
+        assert found["notes"][:2] == ["tiny: alone has no calls under a context"] * 2
+        assert [note.split(":")[0] for note in found["notes"][2:]] == ["odd, contiguous", "odd, zigzag"]
+        assert [check["errors"] for check in found["checks"]] == [{"output0": 0.0, "dx": 0.0}] * 2
+
+    def test_an_arm_that_fails_on_one_rank_is_left_out_on_all(self, run, monkeypatch):
+        monkeypatch.setenv("TIMED_FATE", "raises")
+        status, found = run("--layouts", "zigzag")
+        assert status == 1
+        assert [row["arm"] for row in found["rows"]] == ["cake-det"]
+        assert found["notes"] == ["tiny: cake-det x2 zigzag: another rank failed"]
+
+    def test_a_rank_that_dies_ends_the_run(self, run, monkeypatch):
+        monkeypatch.setenv("TIMED_FATE", "dies")
+        status, found = run("--layouts", "zigzag")
+        assert status == 1
+        assert any(note.startswith("rank 1: ended with status 7") for note in found["notes"])
+
+    def test_what_cannot_be_spread_is_wrong_usage(self, timed, capsys, monkeypatch):
+        import torch
+
+        for words, message in (
+            (("--device", "cpu", "--layouts", "round"), "--layouts must be of contiguous, zigzag, "),
+            (("--device", "cpu", "--compile-jobs", "2"), "can't be used with --compile-jobs"),
+        ):
+            assert main(["bench", "spread", "--world-size", "2", *words]) == 2
+            assert message in capsys.readouterr().err
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        assert main(["bench", "spread", "--world-size", "2"]) == 2
+        assert "--world-size 2 needs 2 CUDA GPUs, one for each rank, found 1" in capsys.readouterr().err

@@ -56,7 +56,8 @@ def test_chunks_restart_at_every_sequence():
 
 def test_shapes_are_distinct_and_as_long_as_they_say():
     tokens = {shape.name: shape.tokens for shape in SHAPES}
-    assert len(tokens) == len(SHAPES) == 16
+    assert len(tokens) == len(SHAPES) == 18
+    assert tokens["h16v48-4docs"] == 262144
     assert tokens["M"] == tokens["M-repeated"] == tokens["h16v32-4random"] == 32768
     assert tokens["G"] == 131072
     assert tokens["h4v12-rl"] == tokens["h16v32-rl"] == tokens["h32v32-rl"] == 7744
@@ -118,3 +119,26 @@ def test_the_command_on_a_cpu(tmp_path):
         assert set(check["errors"]) == {"output0", "dq", "dk", "dv", "dg", "dbeta"}
         assert max(check["errors"].values()) < 1e-2
     assert set(found["header"]["versions"]) >= {"cake-core", "cake-gdn", "flash-qla", "tilelang", "torch"}
+
+
+def test_ranks_are_timed_beside_one(tmp_path, capsys):
+    out = tmp_path / "results.json"
+    words = ["--device", "cpu", "--world-size", "2", "--samples", "1", "--warmups", "0", "--modes", "save"]
+    words += ["--variants", "cake-det", "--passes", "fwd,fwd+bwd", "--out", str(out)]
+    assert main(["bench", "gdn", *words]) == 0
+    found = json.loads(out.read_text())
+    arms = {row["arm"]: (row["world_size"], row["layout"]) for row in found["rows"]}
+    assert arms == {
+        "cake-det": (1, None),
+        "cake-det x2 contiguous": (2, "contiguous"),
+        "cake-det x2 zigzag": (2, "zigzag"),
+    }
+    assert len(found["rows"]) == 2 * 3
+    assert all(row["wall_ms"] > 0 for row in found["rows"])
+    for check in found["checks"]:
+        assert set(check["errors"]) == {"output0", "dq", "dk", "dv", "dg", "dbeta"}
+        assert check["passed"]
+        assert 0 < max(check["errors"].values()) < BENCH.limit
+    assert [check["arm"] for check in found["checks"]] == list(arms)[1:]
+    assert (found["header"]["world_size"], found["header"]["layouts"]) == (2, ["contiguous", "zigzag"])
+    assert "cake-det x2 zigzag" in capsys.readouterr().out

@@ -51,7 +51,8 @@ def test_chunks_restart_at_every_sequence():
 
 def test_shapes_are_distinct_and_as_long_as_they_say():
     tokens = {shape.name: shape.tokens for shape in SHAPES}
-    assert len(tokens) == len(SHAPES) == 13
+    assert len(tokens) == len(SHAPES) == 14
+    assert tokens["h32-4docs"] == 131072
     assert tokens["h64-1x16384"] == tokens["h64-4docs"] == tokens["h64-4docs-free"] == 16384
     assert tokens["h64-8x4096"] == tokens["h32-M"] == 32768
     assert [shape.name for shape in BENCH.default_shapes("cpu")] == ["tiny", "tiny-free"]
@@ -145,3 +146,18 @@ def test_the_command_on_a_cpu(tmp_path):
         assert set(check["errors"]) == names
         assert max(check["errors"].values()) < 2e-2
     assert set(found["header"]["versions"]) >= {"cake-core", "cake-kda", "flash-kda", "torch"}
+
+
+def test_ranks_are_timed_beside_one(tmp_path):
+    out = tmp_path / "results.json"
+    words = ["--device", "cpu", "--world-size", "2", "--samples", "1", "--warmups", "0", "--modes", "save"]
+    words += ["--variants", "cake-det", "--passes", "fwd+bwd", "--layouts", "zigzag", "--shapes", "tiny-free"]
+    assert main(["bench", "kda", *words, "--out", str(out)]) == 0
+    found = json.loads(out.read_text())
+    arms = [(row["arm"], row["world_size"], row["layout"]) for row in found["rows"]]
+    assert arms == [("cake-det", 1, None), ("cake-det x2 zigzag", 2, "zigzag")]
+    (check,) = found["checks"]
+    # Gradients of parameters are sums over ranks.
+    assert set(check["errors"]) == {"output0", "dq", "dk", "dv", "dg", "dbeta", "dA_log", "ddt_bias"}
+    assert check["passed"]
+    assert 0 < max(check["errors"].values()) < BENCH.limit

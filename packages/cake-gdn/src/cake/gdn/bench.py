@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from cake.core.bench import Arm, Bench, Inputs, Pass, Shape, Work
+from cake.core.bench import Arm, Bench, Inputs, Pass, Shape, Work, fla_context
+from cake.core.cp import KcpContext
 from cake.gdn import reference
 from cake.gdn.plan import CHUNK, HEAD_DIM
 from cake.gdn.spec import SPEC
@@ -22,7 +23,8 @@ _G = (3598, 4930, 6262, 7593, 8925, 10256, 11588, 12920, 14251, 15583, 16914, 18
 # Cuts of FlashQLA's own benchmark: torch.randperm(32767) with seed 42, its first three entries plus one.
 _FOUR_RANDOM = (7212, 7072, 13725, 4759)
 
-#: H and HV of Qwen3-Next and Qwen3.5 models, whole, split over ranks, and with q and k repeated to HV.
+#: H and HV of Qwen3-Next and Qwen3.5 models, whole, split over ranks, and with q and k repeated to HV. The
+#: last two are packs for several ranks.
 SHAPES = (
     Shape("tiny", (1, 2), (70, 30), tiny=True),
     Shape("M", (16, 48), _M),
@@ -40,6 +42,8 @@ SHAPES = (
     Shape("h32v32-4x8192", (32, 32), (8192,) * 4),
     Shape("h64v64-8x4096", (64, 64), (4096,) * 8),
     Shape("h32v32-rl", (32, 32), _RL),
+    Shape("h16v48-4docs", (16, 48), (98304, 65536, 57344, 40960), spread=True),
+    Shape("h16v32-1x131072", (16, 32), (131072,), spread=True),
 )
 
 
@@ -82,18 +86,67 @@ def _cake() -> Callable[[Inputs], Sequence[torch.Tensor | None]]:
 
 
 def _fla() -> Callable[[Inputs], Sequence[torch.Tensor | None]]:
+    return partial(_call, _fla_function())
+
+
+def _fla_function() -> Callable[..., Any]:
     # Where FlashQLA is installed, FLA hands its calls over to it: then this arm would be that one. FLA looks
     # at the variable once, when it first chooses.
     os.environ["FLA_FLASH_QLA"] = "0"
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-    return partial(_call, chunk_gated_delta_rule)
+    function: Callable[..., Any] = chunk_gated_delta_rule
+    return function
 
 
 def _flashqla() -> Callable[[Inputs], Sequence[torch.Tensor | None]]:
     from flash_qla import chunk_gated_delta_rule
 
     return partial(_call, chunk_gated_delta_rule)
+
+
+def _under(function: Callable[..., Any], context: Any, given: Inputs) -> Sequence[torch.Tensor | None]:
+    """One call of a rank, with the tokens that it holds."""
+    names = ("q", "k", "v", "g", "beta")
+    tensors = {name: given.tensors[name] for name in names}
+    o, _ = function(use_qk_l2norm_in_kernel=True, cp_context=context, **tensors)
+    return (o,)
+
+
+def _cake_under(context: KcpContext, layout: str) -> Callable[[Inputs], Sequence[torch.Tensor | None]]:
+    from cake.gdn import kcp_chunk_gated_delta_rule
+
+    return partial(_under, kcp_chunk_gated_delta_rule, context)
+
+
+def _fla_under(context: KcpContext, layout: str) -> Callable[[Inputs], Sequence[torch.Tensor | None]]:
+    return partial(_under, _fla_function(), fla_context(context, layout))
+
+
+def _flashqla_under(context: KcpContext, layout: str) -> Callable[[Inputs], Sequence[torch.Tensor | None]]:
+    from flash_qla import chunk_gated_delta_rule
+    from flash_qla.ops.gated_delta_rule.chunk.cp import build_cp_context
+
+    if layout != "contiguous":
+        raise NotImplementedError(f"FlashQLA has no layout {layout!r}")
+    bounds = torch.tensor(context.partition.boundaries)
+
+    def call(given: Inputs) -> Sequence[torch.Tensor | None]:
+        # As its own call without a context chooses: it cuts each rank's part too, where that pays.
+        theirs = build_cp_context(
+            boundaries,
+            enable_inter=True,
+            enable_intra=True,
+            group=torch.distributed.group.WORLD,
+            num_v_heads=given.shape.heads[1],
+            chunk_size=CHUNK,
+            cu_seqlens_cpu=bounds,
+            is_train=True,
+        )
+        return _under(chunk_gated_delta_rule, theirs, given)
+
+    boundaries = bounds.to(context.device)
+    return call
 
 
 def _configuration(variant: str, mode: str | None) -> Mapping[str, Any]:
@@ -167,11 +220,12 @@ BENCH = Bench(
                 load=_cake,
                 modes=("save", "recompute"),
                 configuration=partial(_configuration, variant),
+                under=_cake_under,
             )
             for variant in SPEC.variants
         ),
-        Arm(name="flashqla", load=_flashqla, peer=True),
-        Arm(name="fla", load=_fla, peer=True),
+        Arm(name="flashqla", load=_flashqla, peer=True, under=_flashqla_under),
+        Arm(name="fla", load=_fla, peer=True, under=_fla_under),
     ),
     inputs=inputs,
     work=work,

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from cake.core.bench import Arm, Bench, Inputs, Pass, Shape, Work
+from cake.core.bench import Arm, Bench, Inputs, Pass, Shape, Work, fla_context
+from cake.core.cp import KcpContext
 from cake.core.sequences import CHUNK
 from cake.kda import reference
 from cake.kda._gates import log_decay, log_decay_backward
@@ -40,6 +41,7 @@ SHAPES = (
     Shape("h16-1x8192", (16, 16), (8192,)),
     Shape("h96-1x8192", (96, 96), (8192,)),
     Shape("h12-1x32768", (12, 12), (32768,)),
+    Shape("h32-4docs", (32, 32), (49152, 32768, 28672, 20480), spread=True),
 )
 
 
@@ -74,11 +76,12 @@ def inputs(shape: Shape, device: torch.device, seed: int) -> Inputs:
     return Inputs(shape=shape, tensors=tensors, output_gradients=(gradient,))
 
 
-def _call(function: Callable[..., Any], given: Inputs) -> Sequence[torch.Tensor | None]:
+def _call(function: Callable[..., Any], given: Inputs, **more: Any) -> Sequence[torch.Tensor | None]:
     """One call as training frameworks make it; the function has the signature that all the arms share."""
     safe = bounded(given.shape)
     o, _ = function(
         **given.tensors,
+        **more,
         use_qk_l2norm_in_kernel=True,
         use_gate_in_kernel=True,
         use_beta_sigmoid_in_kernel=True,
@@ -98,6 +101,18 @@ def _fla() -> Callable[[Inputs], Sequence[torch.Tensor | None]]:
     from fla.ops.kda import chunk_kda
 
     return partial(_call, chunk_kda)
+
+
+def _cake_under(context: KcpContext, layout: str) -> Callable[[Inputs], Sequence[torch.Tensor | None]]:
+    from cake.kda import kcp_chunk_kda
+
+    return partial(_call, kcp_chunk_kda, cp_context=context)
+
+
+def _fla_under(context: KcpContext, layout: str) -> Callable[[Inputs], Sequence[torch.Tensor | None]]:
+    from fla.ops.kda import chunk_kda
+
+    return partial(_call, chunk_kda, cp_context=fla_context(context, layout))
 
 
 def _flashkda() -> Callable[[Inputs], Sequence[torch.Tensor | None]]:
@@ -206,10 +221,11 @@ BENCH = Bench(
                 load=_cake,
                 modes=("save", "recompute"),
                 configuration=partial(_configuration, variant),
+                under=_cake_under,
             )
             for variant in SPEC.variants
         ),
-        Arm(name="fla", load=_fla, peer=True),
+        Arm(name="fla", load=_fla, peer=True, under=_fla_under),
         Arm(name="flashkda", load=_flashkda, peer=True, forward_only=True),
     ),
     inputs=inputs,

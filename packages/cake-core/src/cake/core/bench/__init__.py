@@ -18,8 +18,10 @@ from cake.core.bench._model import (
     Shape,
     Work,
 )
+from cake.core.bench._ranks import join, run_ranks, say_step
 from cake.core.bench._report import document, git_commit, header, table, write_json
 from cake.core.bench._runner import Plan, Results, Runner
+from cake.core.bench._spread import SpreadRunner, fla_context
 from cake.core.bench._turns import run_in_turn, wait_for_turn
 
 __all__ = [
@@ -37,15 +39,20 @@ __all__ = [
     "Results",
     "Runner",
     "Shape",
+    "SpreadRunner",
     "Work",
     "chart",
     "comparison",
     "differences",
     "document",
+    "fla_context",
     "git_commit",
     "header",
+    "join",
     "meter",
     "run_in_turn",
+    "run_ranks",
+    "say_step",
     "table",
     "wait_for_turn",
     "write_json",

@@ -29,12 +29,24 @@ class Meter(Protocol):
         """Wait for the device."""
 
 
+def _at_once() -> None:
+    """Nothing to wait for."""
+
+
 class CpuMeter:
-    """Wall time alone."""
+    """Wall time alone.
+
+    Args:
+        align: called before the clock starts.
+    """
+
+    def __init__(self, align: Callable[[], None] = _at_once) -> None:
+        self._align = align
 
     def sample(self, prepare: Callable[[], Any], run: Callable[[Any], Any]) -> tuple[float, float | None]:
         """See ``Meter``."""
         state = prepare()
+        self._align()
         start = time.perf_counter()
         run(state)
         return 1e3 * (time.perf_counter() - start), None
@@ -59,10 +71,15 @@ class CudaMeter:
     Wall time lies between two events on the current stream around the call, so it holds the host's time
     before the first kernel and wherever the device waits for the host; the host's part is how long the call
     itself took to return.
+
+    Args:
+        device: the GPU.
+        align: called on the idle device, before the clock starts.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, align: Callable[[], None] = _at_once) -> None:
         self._device = device
+        self._align = align
         self._flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
         self._start = _event()
         self._end = _event()
@@ -72,6 +89,7 @@ class CudaMeter:
         """See ``Meter``."""
         state = prepare()
         self._flush_cache()
+        self._align()
         self._start.record()
         before = time.perf_counter()
         result = run(state)
@@ -95,6 +113,7 @@ class CudaMeter:
         state = prepare()
         self._flush_cache()
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            self._align()
             result = run(state)
             self.synchronize()
         del result
@@ -140,6 +159,6 @@ def device_activities(events: Iterable[Any]) -> list[tuple[str, float]]:
     return [(name, ms) for _, name, ms in sorted(found, key=lambda entry: entry[0])]
 
 
-def meter(device: torch.device) -> Meter:
-    """The meter of a device."""
-    return CudaMeter(device) if device.type == "cuda" else CpuMeter()
+def meter(device: torch.device, align: Callable[[], None] = _at_once) -> Meter:
+    """The meter of a device; see `CudaMeter`."""
+    return CudaMeter(device, align) if device.type == "cuda" else CpuMeter(align)

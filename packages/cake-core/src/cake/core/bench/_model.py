@@ -24,6 +24,8 @@ class Shape:
     lengths: tuple[int, ...]
     #: Small enough for a CPU; on a GPU it runs only where it is asked for by name.
     tiny: bool = False
+    #: Long enough for several ranks; on one it runs only where it is asked for by name.
+    spread: bool = False
 
     @property
     def tokens(self) -> int:
@@ -73,6 +75,9 @@ class Arm:
     peer: bool = False
     #: Has no backward: its outputs alone are checked, and the pass "fwd" alone is measured.
     forward_only: bool = False
+    #: ``under(context, layout)``: the calls of a rank under a ``cake.core.cp.KcpContext`` of that layout, on
+    #: inputs of its own tokens; None: it runs on one rank alone. May raise anything where it can't be used.
+    under: Callable[[Any, str], Call] | None = None
 
 
 @dataclass(frozen=True)
@@ -135,6 +140,8 @@ class Bench:
             raise ValueError(f"shapes of {self.op!r} are {', '.join(self._by_name)}, got {name!r}")
         return self._by_name[name]
 
-    def default_shapes(self, device_type: str) -> tuple[Shape, ...]:
-        """Every shape of the size that suits the device."""
-        return tuple(shape for shape in self.shapes if shape.tiny == (device_type == "cpu"))
+    def default_shapes(self, device_type: str, *, spread: bool = False) -> tuple[Shape, ...]:
+        """Every shape of the size that suits the device, for several ranks (`spread`) or for one."""
+        if device_type == "cpu":
+            return tuple(shape for shape in self.shapes if shape.tiny)
+        return tuple(shape for shape in self.shapes if not shape.tiny and shape.spread == spread)

@@ -114,7 +114,7 @@ class Runner:
             except Exception as error:
                 # No arm's own: the inputs or the reference, or a GPU that an arm has left broken.
                 _log.debug("%s", shape.name, exc_info=error)
-                self._note(f"{shape.name}: {_describe(error)}")
+                self._note(f"{shape.name}: {describe(error)}")
                 self.results.failed = True
             self._on_shape(self.results)
         return self.results
@@ -158,9 +158,9 @@ class Runner:
                     contenders.remove(contender)
                     continue
                 if measurement.unprofiled is not None:
-                    why = _describe(measurement.unprofiled)
+                    why = describe(measurement.unprofiled)
                     self._note(f"{shape.name}, {which}: {contender} could not be profiled: {why}")
-                self._record(shape, which, measurement)
+                record(self.results, self._bench.op, shape, which, contender.arm.name, measurement)
         if self._ceilings is not None and self._bench.work is not None:
             self.results.rows += floor_rows(self._bench, shape, self._plan, self._ceilings)
 
@@ -235,37 +235,6 @@ class Runner:
             self.results.failed = True
         return passed
 
-    def _record(self, shape: Shape, which: Pass, measurement: Measurement) -> None:
-        contender = measurement.contender
-        mode = None if which == "fwd" else contender.mode
-        self.results.rows.append(
-            row(
-                self._bench.op,
-                shape,
-                which,
-                contender.arm.name,
-                mode,
-                gpu_ms=measurement.gpu_ms,
-                wall_ms=measurement.wall_ms,
-                host_us=measurement.host_us,
-                peak_bytes=measurement.peak_bytes,
-                saved_bytes=None if which == "fwd" else contender.saved_bytes,
-            )
-        )
-        for name, calls, ms in measurement.by_kernel():
-            self.results.kernels.append(
-                {
-                    "op": self._bench.op,
-                    "shape": shape.name,
-                    "pass": which,
-                    "arm": contender.arm.name,
-                    "mode": mode,
-                    "name": name,
-                    "calls": calls,
-                    "gpu_ms": ms,
-                }
-            )
-
     def _spent(self) -> bool:
         budget = self._plan.time_budget
         return budget is not None and self._clock() - self._start >= budget
@@ -276,8 +245,48 @@ class Runner:
 
     def _give_up(self, arm: Arm, what: str, error: Exception) -> None:
         _log.debug("%s", what, exc_info=error)
-        self._note(f"{what}: {_describe(error)}")
+        self._note(f"{what}: {describe(error)}")
         self.results.failed |= not arm.peer
+
+
+def record(
+    results: Results,
+    op: str,
+    shape: Shape,
+    which: Pass,
+    arm: str,
+    measurement: Measurement,
+    **more: Any,
+) -> None:
+    """Add the row of a measurement, with `more` fields, and its device time by kernel."""
+    contender = measurement.contender
+    mode = None if which == "fwd" else contender.mode
+    made = row(
+        op,
+        shape,
+        which,
+        arm,
+        mode,
+        gpu_ms=measurement.gpu_ms,
+        wall_ms=measurement.wall_ms,
+        host_us=measurement.host_us,
+        peak_bytes=measurement.peak_bytes,
+        saved_bytes=None if which == "fwd" else contender.saved_bytes,
+    )
+    results.rows.append({**made, **more})
+    for name, calls, ms in measurement.by_kernel():
+        results.kernels.append(
+            {
+                "op": op,
+                "shape": shape.name,
+                "pass": which,
+                "arm": arm,
+                "mode": mode,
+                "name": name,
+                "calls": calls,
+                "gpu_ms": ms,
+            }
+        )
 
 
 def row(
@@ -325,6 +334,7 @@ def floor_rows(bench: Bench, shape: Shape, plan: Plan, ceilings: Ceilings) -> li
     return rows
 
 
-def _describe(error: Exception) -> str:
+def describe(error: Exception) -> str:
+    """An error in one line."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"

@@ -57,6 +57,20 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument("--in-turn", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument(
+        "--world-size",
+        type=_positive,
+        metavar="N",
+        help="spread each pack over N ranks, one per GPU (NCCL; gloo on a CPU), and time one rank beside",
+    )
+    parser.add_argument(
+        "--layouts",
+        metavar="NAMES",
+        default="contiguous,zigzag",
+        help="of the packs over ranks (default: contiguous,zigzag)",
+    )
+    parser.add_argument("--rank", type=_count, help=argparse.SUPPRESS)
+    parser.add_argument("--meet", help=argparse.SUPPRESS)
+    parser.add_argument(
         "--time-budget", type=float, metavar="SECONDS", help="begin nothing new after this long"
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON, rewritten after every shape")
@@ -97,11 +111,15 @@ def run(args: argparse.Namespace) -> int:
         source = _read(args.source, bench)
         if source is not None:
             return _show(args, source, old)
-        device = device_of(args.device)
+        device = device_of(args.device if args.rank is None else _device_of_rank(args))
         plan = _plan(args, bench, device)
+        if args.world_size is not None:
+            _check_ranks(args, device)
     except ValueError as error:
         print(f"cake bench: {error}", file=sys.stderr)
         return 2
+    if args.rank is not None:
+        return _measure_rank(args, bench, plan, device)
     return _measure(args, bench, plan, device, old)
 
 
@@ -159,7 +177,16 @@ def _measure(
 ) -> int:
     import torch
 
-    from cake.core.bench import CEILINGS, Runner, document, header, meter, run_in_turn, write_json
+    from cake.core.bench import (
+        CEILINGS,
+        Runner,
+        document,
+        header,
+        meter,
+        run_in_turn,
+        run_ranks,
+        write_json,
+    )
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     head = header(bench, plan, device, args.commit)
@@ -171,7 +198,20 @@ def _measure(
         if args.out is not None:
             write_json(args.out, document(head, results, earlier))
 
-    if args.compile_jobs:
+    if args.world_size is not None:
+        head |= {"world_size": args.world_size, "layouts": _layouts(args)}
+        head["method"]["ranks"] = (
+            "rows with world_size > 1: all ranks start together, a sample is the slowest rank's, and gpu_ms "
+            "counts the collectives' kernels too, which wait for other ranks"
+        )
+        with _progress(len(plan.shapes) * _steps_of_ranks(args, plan)) as step:
+            results = run_ranks(
+                [*_words(args, device), "--layouts", args.layouts, *_shapes_and_budget(args, plan)],
+                args.world_size,
+                seconds=plan.time_budget,
+                on_step=step,
+            )
+    elif args.compile_jobs:
         with _progress(2 * len(plan.shapes)) as step:
             results = run_in_turn(
                 _words(args, device),
@@ -194,6 +234,65 @@ def _measure(
     if args.out is not None:
         print(f"written: {args.out}")
     return 1 if results.failed else 0
+
+
+def _measure_rank(args: argparse.Namespace, bench: Bench, plan: Plan, device: torch.device) -> int:
+    """One rank of a run over several; rank 0 writes what was found."""
+    import torch
+
+    from cake.core.bench import SpreadRunner, document, join, say_step, write_json
+
+    if device.type == "cpu":
+        torch.set_num_threads(max(1, torch.get_num_threads() // args.world_size))
+
+    def save(results: Results) -> None:
+        if args.rank == 0:
+            write_json(args.out, document({}, results))
+
+    join(args.rank, args.world_size, args.meet, device.type)
+    runner = SpreadRunner(bench, plan, _layouts(args), device, on_step=say_step, on_shape=save)
+    results = runner.run()
+    save(results)
+    return 1 if results.failed else 0
+
+
+def _device_of_rank(args: argparse.Namespace) -> str:
+    name: str = args.device
+    return f"cuda:{args.rank}" if name.startswith("cuda") else name
+
+
+def _check_ranks(args: argparse.Namespace, device: torch.device) -> None:
+    """Refuse what can't be spread over ranks.
+
+    Raises:
+        ValueError: too few GPUs, an unknown layout, or options that don't go together.
+    """
+    import torch
+
+    if args.compile_jobs or args.in_turn:
+        raise ValueError("--world-size can't be used with --compile-jobs")
+    _layouts(args)
+    if device.type == "cuda" and torch.cuda.device_count() < args.world_size:
+        raise ValueError(
+            f"--world-size {args.world_size} needs {args.world_size} CUDA GPUs, one for each rank, found "
+            f"{torch.cuda.device_count()}; --device cpu runs the ranks on the CPU"
+        )
+
+
+def _layouts(args: argparse.Namespace) -> list[str]:
+    from cake.core.cp import LAYOUTS
+
+    return _chosen("--layouts", args.layouts, list(LAYOUTS))
+
+
+def _steps_of_ranks(args: argparse.Namespace, plan: Plan) -> int:
+    layouts = len(_layouts(args))
+    return (1 + layouts) * (len(plan.entries) + len(plan.passes))
+
+
+def _shapes_and_budget(args: argparse.Namespace, plan: Plan) -> list[str]:
+    shapes = ["--shapes", ",".join(shape.name for shape in plan.shapes)]
+    return shapes if args.time_budget is None else [*shapes, "--time-budget", str(args.time_budget)]
 
 
 def _words(args: argparse.Namespace, device: torch.device) -> list[str]:
@@ -265,7 +364,9 @@ def _plan(args: argparse.Namespace, bench: Bench, device: torch.device) -> Plan:
     ]
     names = "" if args.vs == "all" else args.vs
     wanted = _chosen("--vs", names, [arm.name for arm in peers]) if args.vs else []
-    shapes = [bench.shape(name) for name in _names(args.shapes)] or list(bench.default_shapes(device.type))
+    spread = args.world_size is not None
+    named = [bench.shape(name) for name in _names(args.shapes)]
+    shapes = named or list(bench.default_shapes(device.type, spread=spread))
     return Plan(
         shapes=tuple(shapes),
         arms=(*arms, *(arm for arm in peers if arm.name in wanted)),
