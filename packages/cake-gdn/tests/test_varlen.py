@@ -216,3 +216,33 @@ def test_memory_of_a_long_call(make):
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(tuple(x.shape)) or x, lambda x: x):
         chunk_gated_delta_rule(*(getattr(case, name).requires_grad_() for name in TOKENS))
     assert (15, 2, 128, 128) in saved
+
+
+class TestCallsThatLookAlike:
+    """A call finds what was decided for its shapes before; its boundaries and values are its own."""
+
+    def test_other_boundaries(self, make, call):
+        case = make([40, 100, 60], heads=(1, 2))
+        first = call(case)
+        moved = call(case.replace(boundaries=(0, 90, 120, 200)))
+        assert not torch.equal(first["o"], moved["o"])
+        for name, x in call(case).items():
+            assert_bitwise_equal(name, x, first[name])
+
+    def test_a_gradient_asked_for_later(self, make, call):
+        case = make([70, 30], heads=(1, 2))
+        inputs = [getattr(case, name) for name in TOKENS]
+        with torch.no_grad():
+            quiet, _ = chunk_gated_delta_rule(*inputs, cu_seqlens_cpu=case.boundaries)
+        inputs = [x.requires_grad_() for x in inputs]
+        o, _ = chunk_gated_delta_rule(*inputs, cu_seqlens_cpu=case.boundaries)
+        assert_bitwise_equal("o", o.detach(), quiet)
+        assert all(x is not None for x in torch.autograd.grad(o, inputs, case.do))
+
+    def test_a_refusal_stays_one(self, make):
+        case = make([70, 30], heads=(1, 2))
+        inputs = [getattr(case, name) for name in TOKENS]
+        for _ in range(2):
+            with pytest.raises(ValueError, match="must end at T=100"):
+                chunk_gated_delta_rule(*inputs, cu_seqlens_cpu=[0, 70, 90])
+            chunk_gated_delta_rule(*inputs, cu_seqlens_cpu=case.boundaries)

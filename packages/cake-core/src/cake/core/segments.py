@@ -15,8 +15,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from heapq import heappop, heappush
+from typing import TYPE_CHECKING
 
 from cake.core.sequences import CHUNK, Sequences, packed
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "LEAST",
@@ -130,6 +134,12 @@ class UnseenSegments(Segments):
     """
 
     length: int
+
+    def at(self, cu_device: torch.Tensor | None) -> UnseenSegments:
+        """See `Sequences.at`."""
+        made = super().at(cu_device)
+        vars(made)["whole"] = self.whole.at(cu_device)
+        return made
 
 
 def plan(

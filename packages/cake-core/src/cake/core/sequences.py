@@ -17,16 +17,27 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from operator import index
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from cake.core.checks import check_boundaries
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CHUNK", "Sequences", "batched", "host_values", "of_call", "packed", "packed_on_device"]
+__all__ = [
+    "CHUNK",
+    "Sequences",
+    "batched",
+    "host_values",
+    "known_boundaries",
+    "of_call",
+    "packed",
+    "packed_on_device",
+]
 
 CHUNK = 64
+
+S = TypeVar("S", bound="Sequences")
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +74,12 @@ class Sequences:
     def slots(self, with_edge: bool) -> int:
         """Number of slots of a tape; `with_edge` says whether the outermost state of a sequence has one."""
         return self.chunk_capacity if with_edge else self.boundary_capacity
+
+    def at(self: S, cu_device: torch.Tensor | None) -> S:
+        """The same, with the same boundaries in another tensor on the device."""
+        made = object.__new__(type(self))
+        made.__dict__.update(self.__dict__, cu_device=cu_device)
+        return made
 
     @cached_property
     def spans(self) -> tuple[tuple[int, int], ...]:
@@ -265,6 +282,21 @@ def of_call(
     if not cu_seqlens.is_contiguous():
         raise ValueError(f"cu_seqlens must be contiguous, got stride {cu_seqlens.stride(0)}")
     return packed_on_device(cu_seqlens, tokens)
+
+
+def known_boundaries(
+    cu_seqlens: torch.Tensor | None, cu_seqlens_cpu: torch.Tensor | Sequence[int] | None
+) -> tuple[int, ...] | None:
+    """The boundaries of a call if the host knows them, else None. Whether they fit the call isn't asked.
+
+    Raises:
+        TypeError, ValueError: as `host_values`.
+    """
+    if cu_seqlens_cpu is not None:
+        return tuple(host_values("cu_seqlens_cpu", cu_seqlens_cpu))
+    if cu_seqlens is None or cu_seqlens.device.type != "cpu":
+        return None
+    return tuple(host_values("cu_seqlens", cu_seqlens))
 
 
 def host_values(name: str, x: Any) -> list[int]:

@@ -2,11 +2,16 @@
 
 Nothing is read back from the device and every launch goes to the given stream, so that a CUDA graph can
 capture them. The kernels are an op's own (`plan_host.cuh`).
+
+Tables of boundaries that the host knows say the same whenever they are made, and the layers of a model ask
+for the same ones: this module owns the last few of the process, for their stream. `release()` forgets them.
 """
 
 from __future__ import annotations
 
+import threading
 from array import array
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -16,7 +21,7 @@ import torch
 from cake.core.segments import Segments, UnseenSegments
 from cake.core.sequences import Sequences
 
-__all__ = ["plan_tables", "plan_words"]
+__all__ = ["plan_tables", "plan_words", "release"]
 
 # Kinds of boundaries as `make_plan` numbers them, and how many fit into one launch's parameters.
 UNIFORM, INLINE, INT32, INT64 = range(4)
@@ -25,6 +30,11 @@ INLINE_BOUNDARIES = 1000
 # Added to a boundary where a sequence is cut; `MOST_TOKENS` of a call that is.
 INNER_BOUNDARY = MOST_TOKENS = 1 << 30
 HEADER = 4
+#: Tables that are kept: of the sequences, their segments and both directions' streams of a few packs.
+KEPT = 8
+
+_kept: OrderedDict[tuple[Sequences, torch.device, int], torch.Tensor] = OrderedDict()
+_lock = threading.Lock()
 
 
 def plan_words(seqs: Sequences) -> int:
@@ -41,7 +51,7 @@ def plan_tables(
     copy_boundaries: Callable[..., Any],
     make_cut_plan: Callable[..., Any] | None = None,
 ) -> torch.Tensor:
-    """int32: what `Plan` in seq.cuh reads.
+    """int32: what `Plan` in seq.cuh reads. Not to be written to: another call may be given the same tensor.
 
     Args:
         seqs: the call's sequences.
@@ -53,6 +63,39 @@ def plan_tables(
     Raises:
         ValueError: segments of a call with 2^30 tokens or more.
     """
+    # A graph that is replayed must own what it reads.
+    if seqs.cu_device is not None or _capturing():
+        return _made(seqs, device, stream, make_plan, copy_boundaries, make_cut_plan)
+    key = (seqs, device, stream)
+    with _lock:
+        found = _kept.get(key)
+        if found is None:
+            found = _kept[key] = _made(seqs, device, stream, make_plan, copy_boundaries, make_cut_plan)
+            if len(_kept) > KEPT:
+                _kept.popitem(last=False)
+        else:
+            _kept.move_to_end(key)
+    return found
+
+
+def release() -> None:
+    """Forget the tables that are kept; calls that still hold one keep it."""
+    with _lock:
+        _kept.clear()
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_current_stream_capturing()
+
+
+def _made(
+    seqs: Sequences,
+    device: torch.device,
+    stream: int,
+    make_plan: Callable[..., Any],
+    copy_boundaries: Callable[..., Any],
+    make_cut_plan: Callable[..., Any] | None,
+) -> torch.Tensor:
     cut = isinstance(seqs, Segments)
     if cut and seqs.total >= MOST_TOKENS:
         raise ValueError(f"a call that is cut must have less than 2^30 tokens, got {seqs.total}")

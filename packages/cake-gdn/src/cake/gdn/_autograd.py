@@ -7,7 +7,7 @@ inputs alone, and the backward runs the same `prep` and `scan` again: the bits a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -66,6 +66,17 @@ class Call:
     # What is walked in place of whole sequences, if the call is cut.
     segments: Segments | None = None
 
+    def at(self, cu_seqlens: torch.Tensor | None) -> Call:
+        """The same call; where its boundaries are on the device alone, in this tensor."""
+        if self.seqs.boundaries is not None:
+            return self
+        seqs, cut = self.seqs.at(cu_seqlens), self.segments
+        if cut is not None and cut.boundaries is None:
+            cut = cut.at(cu_seqlens)
+        made = object.__new__(Call)
+        made.__dict__.update(self.__dict__, seqs=seqs, segments=cut)
+        return made
+
     @property
     def least(self) -> float | None:
         """Log of the decay below which a pre-scan looks no further back; None where states may grow."""
@@ -108,10 +119,10 @@ class _GatedDeltaRule(torch.autograd.Function):
         o, final_state, tape = forward(q, k, v, g, beta, initial_state, call)
         ctx.call, ctx.has_state = call, initial_state is not None
         ctx.inputs = Inputs(q.shape, v.shape, g.dtype, beta.dtype, v.device)
-        if not tape:
-            tape = (g, initial_state)
         # Boundaries on the device are saved too: refilled in place before the backward, they raise there.
-        ctx.save_for_backward(q, k, v, beta, call.seqs.cu_device, *tape)
+        saved = (q, k, v, beta, call.seqs.cu_device, *(tape or (g, initial_state)))
+        ctx.save_for_backward(*saved)
+        ctx.saved_as = saved_as(saved)
         return o, final_state
 
     @staticmethod
@@ -121,15 +132,14 @@ class _GatedDeltaRule(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         if do is None and dht is None:
             return (None,) * 7
-        q, k, v, beta, boundaries, *tape = ctx.saved_tensors
+        saved = ctx.saved_tensors
         call: Call = ctx.call
-        seqs = call.seqs
-        if boundaries is not None:
-            check_saved("cu_seqlens", boundaries, (seqs.n + 1,), boundaries.dtype, ctx.inputs.device)
-            seqs = replace(seqs, cu_device=boundaries)
+        if saved_as(saved) != ctx.saved_as:
+            check_tape(saved, ctx.inputs, call, ctx.has_state)
+        q, k, v, beta, boundaries, *tape = saved
         wanted = ctx.needs_input_grad
-        grads = backward(q, k, v, beta, tape, do, dht, ctx.inputs, seqs, call, wanted, ctx.has_state)
-        return (*(x if need else None for x, need in zip(grads, wanted, strict=False)), None)
+        grads = backward(q, k, v, beta, tape, do, dht, ctx.inputs, call.at(boundaries), wanted, ctx.has_state)
+        return (*[x if need else None for x, need in zip(grads, wanted, strict=False)], None)
 
 
 def forward(
@@ -159,28 +169,23 @@ def backward(
     do: torch.Tensor | None,
     dht: torch.Tensor | None,
     made: Inputs,
-    seqs: Sequences,
     call: Call,
     wanted: tuple[bool, ...],
     has_state: bool,
 ) -> tuple[torch.Tensor | None, ...]:
     """Gradients of q, k, v, g, beta and the initial state, from its tape, or from (g, initial state)."""
-    for name, x, shape in (("q", q, made.q_shape), ("k", k, made.q_shape), ("v", v, made.v_shape)):
-        check_saved(name, x, shape, BF16, made.device)
-    check_saved("beta", beta, made.v_shape[:3], made.beta_dtype, made.device)
-    if not seqs.total:
-        return _empty_gradients(q, k, v, dht, made, seqs)
+    if not call.seqs.total:
+        return _empty_gradients(q, k, v, dht, made, call.seqs)
     do = v.new_zeros(v.shape) if do is None else loadable(do)
     dht = None if dht is None else dht.contiguous()
     stages = _stages.stages(call.route.backend)
     with running_on(made.device):
         if call.route.recompute_state:
             g, initial_state = tape
-            walk = _walk_again(stages, q, k, v, beta, g, initial_state, made, seqs, call)
+            walk = _walk_again(stages, q, k, v, beta, g, initial_state, call)
         else:
             walk = Walk(Prep(*tape[:5]), tape[5], tuple(tape[6:]))
-        _expect_tape(walk, made, call.segments or seqs, has_state or call.segments is not None)
-        return _backward(stages, q, k, v, beta, do, dht, walk, made, seqs, call, wanted, has_state)
+        return _backward(stages, q, k, v, beta, do, dht, walk, made, call, wanted, has_state)
 
 
 def _forward(
@@ -213,7 +218,6 @@ def _forward(
             g,
             beta,
             initial_state,
-            call.seqs,
             call,
             output_final_state=call.output_final_state,
             save_states=save_states,
@@ -228,15 +232,14 @@ def _walk(
     g: torch.Tensor,
     beta: torch.Tensor,
     initial_state: torch.Tensor | None,
-    seqs: Sequences,
     call: Call,
     **asked: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None, Walk]:
     """What a forward and a backward without a tape have in common. `asked`: as of `scan`."""
-    cut = call.segments
+    cut, seqs = call.segments, call.segments or call.seqs
     maps: tuple[torch.Tensor, ...] = ()
     states_in = {}
-    prep = stages.prep(q, k, g.float(), beta, cut or seqs, l2norm=call.l2norm)
+    prep = stages.prep(q, k, g.float(), beta, seqs, l2norm=call.l2norm)
     if cut is not None:
         states_in["entering"], *kept = _segments.entering(
             stages, k, v, beta, prep, cut, initial_state, call.least
@@ -248,7 +251,7 @@ def _walk(
         v,
         beta,
         prep,
-        cut or seqs,
+        seqs,
         scale=call.scale,
         initial_state=initial_state,
         **states_in,
@@ -265,17 +268,11 @@ def _walk_again(
     beta: torch.Tensor,
     g: torch.Tensor,
     initial_state: torch.Tensor | None,
-    made: Inputs,
-    seqs: Sequences,
     call: Call,
 ) -> Walk:
-    check_saved("g", g, made.v_shape[:3], made.g_dtype, made.device)
     if initial_state is not None:
-        check_saved("initial_state", initial_state, made.state_shape(seqs), FP32, made.device)
         initial_state = initial_state.contiguous()
-    _, _, walk = _walk(
-        stages, q, k, v, g, beta, initial_state, seqs, call, save_states=True, need_output=False
-    )
+    _, _, walk = _walk(stages, q, k, v, g, beta, initial_state, call, save_states=True, need_output=False)
     return walk
 
 
@@ -289,18 +286,18 @@ def _backward(
     dht: torch.Tensor | None,
     walk: Walk,
     made: Inputs,
-    seqs: Sequences,
     call: Call,
     wanted: tuple[bool, ...],
     has_state: bool,
 ) -> tuple[torch.Tensor | None, ...]:
     cut, prep, states_in = call.segments, walk.prep, {}
+    seqs = cut or call.seqs
     if cut is not None:
         states_in["leaving"] = _segments.leaving(
             stages, q, k, do, beta, prep, cut, walk.maps, dht, call.scale, call.least
         )
     y, adj_states, dh0 = stages.adj(
-        q, k, do, beta, prep, cut or seqs, scale=call.scale, dht=dht, need_dh0=wanted[5], **states_in
+        q, k, do, beta, prep, seqs, scale=call.scale, dht=dht, need_dh0=wanted[5], **states_in
     )
     if not any(wanted[:5]):
         return None, None, None, None, None, dh0
@@ -314,7 +311,7 @@ def _backward(
         prep,
         walk.states,
         adj_states,
-        cut or seqs,
+        seqs,
         scale=call.scale,
         l2norm=call.l2norm,
         states_edge=has_state or cut is not None,
@@ -337,21 +334,48 @@ def _empty_gradients(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dg, dbeta, dh0
 
 
-def _expect_tape(walk: Walk, made: Inputs, seqs: Sequences, edge: bool) -> None:
-    prep = walk.prep
+def saved_as(saved: Sequence[torch.Tensor | None]) -> list[Any]:
+    """What a tensor that comes back from autograd has in common with the one that was saved."""
+    return [x if x is None else (x.shape, x.dtype, x.device) for x in saved]
+
+
+def check_tape(saved: Sequence[Any], made: Inputs, call: Call, has_state: bool) -> None:
+    """Refuses what came back from autograd otherwise than it was saved: (q, k, v, beta, boundaries, *tape).
+
+    Raises:
+        RuntimeError: naming the tensor.
+    """
+    q, k, v, beta, boundaries, *tape = saved
     heads, dim, v_heads, v_dim = *made.q_shape[2:], *made.v_shape[2:]
-    check_saved("t", prep.t, (v_heads, seqs.total, CHUNK), BF16, made.device)
-    check_saved("b", prep.b, (v_heads, seqs.total), FP32, made.device)
-    check_saved("rq", prep.rq, (heads, seqs.total), FP32, made.device)
-    check_saved("rk", prep.rk, (heads, seqs.total), FP32, made.device)
-    if prep.plan is not None:
-        check_saved("plan", prep.plan, (plan_words(seqs),), torch.int32, made.device)
-    check_saved("states", walk.states, (seqs.slots(edge), v_heads, v_dim, dim), BF16, made.device)
-    for name, x, shape, dtype in zip(
-        ("m", "live"),
-        walk.maps,
-        ((seqs.n, v_heads, dim, dim), (seqs.n, v_heads)),
-        (FP32, torch.int32),
-        strict=False,
-    ):
+    seqs = call.segments or call.seqs
+    expected: list[tuple[str, Any, tuple[int, ...], torch.dtype]] = [
+        ("q", q, made.q_shape, BF16),
+        ("k", k, made.q_shape, BF16),
+        ("v", v, made.v_shape, BF16),
+        ("beta", beta, made.v_shape[:3], made.beta_dtype),
+    ]
+    if boundaries is not None:
+        expected.append(("cu_seqlens", boundaries, (call.seqs.n + 1,), boundaries.dtype))
+    if call.seqs.total and call.route.recompute_state:
+        g, initial_state = tape
+        expected.append(("g", g, made.v_shape[:3], made.g_dtype))
+        if initial_state is not None:
+            expected.append(("initial_state", initial_state, made.state_shape(call.seqs), FP32))
+    elif call.seqs.total:
+        t, b, rq, rk, plan, states, *maps = tape
+        edge = has_state or call.segments is not None
+        expected += [
+            ("t", t, (v_heads, seqs.total, CHUNK), BF16),
+            ("b", b, (v_heads, seqs.total), FP32),
+            ("rq", rq, (heads, seqs.total), FP32),
+            ("rk", rk, (heads, seqs.total), FP32),
+            ("states", states, (seqs.slots(edge), v_heads, v_dim, dim), BF16),
+        ]
+        if plan is not None:
+            expected.append(("plan", plan, (plan_words(seqs),), torch.int32))
+        if maps:
+            m, live = maps
+            expected.append(("m", m, (seqs.n, v_heads, dim, dim), FP32))
+            expected.append(("live", live, (seqs.n, v_heads), torch.int32))
+    for name, x, shape, dtype in expected:
         check_saved(name, x, shape, dtype, made.device)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from cake.core import loader, state_chain, workspace
+from cake.core.launch import stream_of
 from cake.core.segments import Segments, UnseenSegments
 from cake.core.tables import plan_tables
 from cake.gdn._stages import Prep
@@ -26,7 +27,7 @@ def prep(
 ) -> Prep:
     """The call's tables, then norms, decays and chunk inverses; see `_stages`."""
     heads, v_heads, total, device = q.shape[2], g.shape[2], seqs.total, q.device
-    stream, library = _stream(device), _library("gdn_prep")
+    stream, library = stream_of(device), _library("gdn_prep")
     made = Prep(
         t=torch.empty((v_heads, total, CHUNK), dtype=torch.bfloat16, device=device),
         b=torch.empty((v_heads, total), dtype=torch.float32, device=device),
@@ -75,7 +76,7 @@ def scan(
     _library("gdn_scan").gdn_scan(
         q, k, v, beta, prep.plan, seqs.n, _sequences(seqs), seqs.chunk_capacity,
         prep.t, prep.b, prep.rq, prep.rk, initial_state, entering, o, final_state, states,
-        edge, scale, _stream(v.device),
+        edge, scale, stream_of(v.device),
     )  # fmt: skip
     return o, final_state, states
 
@@ -102,7 +103,7 @@ def adj(
     dh0 = _states(_sequences(seqs), do) if need_dh0 else None
     _library("gdn_adj").gdn_adj(
         q, k, do, beta, prep.plan, seqs.n, _sequences(seqs), seqs.chunk_capacity,
-        prep.t, prep.b, prep.rq, prep.rk, dht, leaving, y, dh0, adj_states, edge, scale, _stream(do.device),
+        prep.t, prep.b, prep.rq, prep.rk, dht, leaving, y, dh0, adj_states, edge, scale, stream_of(do.device),
     )  # fmt: skip
     return y, adj_states, dh0
 
@@ -122,7 +123,7 @@ def transfer(
     live = torch.empty((seqs.n, v.shape[2]), dtype=torch.int32, device=v.device)
     _library("gdn_transfer").gdn_transfer(
         k, v, beta, prep.plan, seqs.n, _sequences(seqs), seqs.chunk_capacity,
-        prep.t, prep.b, prep.rq, prep.rk, initial_state, b, m, live, least, _stream(v.device),
+        prep.t, prep.b, prep.rq, prep.rk, initial_state, b, m, live, least, stream_of(v.device),
     )  # fmt: skip
     return b, m, live
 
@@ -144,7 +145,7 @@ def adj_transfer(
     b = _states(seqs.n, do)
     _library("gdn_transfer").gdn_adj_transfer(
         q, k, do, beta, prep.plan, seqs.n, _sequences(seqs), seqs.chunk_capacity,
-        prep.t, prep.b, prep.rq, prep.rk, dht, b, live, least, scale, _stream(do.device),
+        prep.t, prep.b, prep.rq, prep.rk, dht, b, live, least, scale, stream_of(do.device),
     )  # fmt: skip
     return b
 
@@ -165,7 +166,7 @@ def merge(
     if out is None:
         out = b.new_empty((n_out, *b.shape[1:]))
     width = state_chain.columns_per_block(len(chains) * b.shape[1], b.shape[3], ARCH, columns)
-    library, stream = _merges(), _stream(b.device)
+    library, stream = _merges(), stream_of(b.device)
     for table, count in state_chain.tables(tuple(map(tuple, chains))):
         library.affine_merge(b, m, live, out, table.buffer_info()[0], count, width, transposed, stream)
     return out
@@ -188,7 +189,7 @@ def chain(
     width = state_chain.columns_per_block(seqs.whole.n * b.shape[1], b.shape[3], ARCH)
     _merges().affine_merge_runs(
         b, m, live, states, prep.plan, seqs.n, seqs.chunk_capacity, seqs.whole.n, width, adjoint,
-        _stream(b.device),
+        stream_of(b.device),
     )  # fmt: skip
     return states
 
@@ -218,7 +219,7 @@ def out(
     _library("gdn_out").gdn_out(
         q, k, v, do, y, beta, prep.plan, seqs.n, seqs.chunk_capacity,
         prep.t, prep.b, prep.rq, prep.rk, states, adj_states, states_edge, adj_edge,
-        dq, dk, y, dbeta, dg, scale, l2norm, _ctas(q.device.index), _stream(q.device),
+        dq, dk, y, dbeta, dg, scale, l2norm, _ctas(q.device.index), stream_of(q.device),
     )  # fmt: skip
     return dq, dk, y, dbeta, dg
 
@@ -227,7 +228,7 @@ def tables(seqs: Sequences, device: torch.device) -> torch.Tensor:
     """What the kernels read of sequences and chunks, int32."""
     library = _library("gdn_prep")
     entries = (library.gdn_plan, library.gdn_boundaries, library.gdn_cut_plan)
-    return plan_tables(seqs, device, _stream(device), *entries)
+    return plan_tables(seqs, device, stream_of(device), *entries)
 
 
 def logical_states(images: torch.Tensor) -> torch.Tensor:
@@ -248,11 +249,6 @@ def _library(name: str) -> Any:
 
 def _merges() -> Any:
     return loader.load("gdn", "affine_merge", arch=ARCH, package="state_chain")
-
-
-def _stream(device: torch.device) -> int:
-    # Asked of torch at every call: a stream context or the autograd thread may have another one by now.
-    return torch.cuda.current_stream(device).cuda_stream
 
 
 @lru_cache(maxsize=64)

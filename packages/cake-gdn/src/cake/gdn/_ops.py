@@ -235,20 +235,9 @@ def gdn_backward(
                     stages, k, v, beta, Prep(*kept[:5]), made.segments, initial_state, made.least
                 )
                 kept = (*kept, *maps)
-    grads = _autograd.backward(
-        q,
-        k,
-        v,
-        beta,
-        kept,
-        do,
-        dht,
-        Inputs(q.shape, v.shape, g.dtype, beta.dtype, v.device),
-        seqs,
-        made,
-        tuple(wanted),
-        initial_state is not None,
-    )
+    inputs, has_state = Inputs(q.shape, v.shape, g.dtype, beta.dtype, v.device), initial_state is not None
+    _autograd.check_tape((q, k, v, beta, cu_seqlens, *kept), inputs, made, has_state)
+    grads = _autograd.backward(q, k, v, beta, kept, do, dht, inputs, made, tuple(wanted), has_state)
     return tuple(
         x if need and x is not None else q.new_empty(0) for x, need in zip(grads, wanted, strict=True)
     )

@@ -100,6 +100,7 @@ def check_context(backend: str) -> None:
         raise NotImplementedError(f"cp_context isn't served by the {backend} backend")
 
 
+@lru_cache(maxsize=8)
 def stages(backend: str) -> ModuleType:
     """The module with the four stage functions of a backend, "torch" or "cuda"."""
     return import_module(f"cake.gdn._{backend}")
