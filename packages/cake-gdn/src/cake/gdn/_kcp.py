@@ -7,6 +7,7 @@ merges with: the backward makes one exchange of its own and repeats none.
 
 from __future__ import annotations
 
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -16,7 +17,6 @@ from torch.autograd.function import once_differentiable
 from cake.core import cp
 from cake.core.checks import check_saved
 from cake.core.launch import loadable, running_on
-from cake.core.segments import Segments
 from cake.core.sequences import Sequences
 from cake.gdn import _route, _stages
 from cake.gdn._autograd import Call
@@ -102,7 +102,7 @@ class _UnderContext(torch.autograd.Function):
                 cp.backward(context.plan, walks, context.group, made)
                 dq, dk, dv, dbeta, dg = walks.gradients
             else:
-                joint = _JointWalks(stages, call, q, k, v, beta, prep, do=loadable(do))
+                joint = _joint_walks(stages, call, q, k, v, beta, prep, do=loadable(do))
                 cp.backward_jointly(context.plan, joint, context.group, made)
                 dq, dk, dv, dbeta, dg = joint.gradients
         grads = (dq, dk, dv, dg.to(ctx.g_dtype), dbeta.to(beta.dtype))
@@ -128,7 +128,7 @@ def _forward(
         if _in_parts(stages):
             walks = _Walks(stages, call, q, k, v, beta, prep)
             return walks.o, prep, cp.forward(context.plan, walks, context.group, save=save)
-        joint = _JointWalks(stages, call, q, k, v, beta, prep)
+        joint = _joint_walks(stages, call, q, k, v, beta, prep)
         made = cp.forward_jointly(context.plan, joint, context.group, save=save)
         return joint.o, prep, made
 
@@ -261,113 +261,54 @@ class _Walks:
         return states
 
 
-class _JointWalks:
-    """The stages with a call's tensors, for all sequences at once: see `cake.core.cp.JointWalks`."""
+def _joint_walks(
+    stages: ModuleType,
+    call: Call,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    beta: torch.Tensor,
+    prep: Prep | None,
+    *,
+    do: torch.Tensor | None = None,
+) -> cp.StageWalks:
+    """The stages with a call's tensors, for all sequences at once."""
 
-    def __init__(
-        self,
-        stages: ModuleType,
-        call: Call,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        beta: torch.Tensor,
-        prep: Prep | None,
-        *,
-        do: torch.Tensor | None = None,
-    ):
-        self.heads, self.device = v.shape[2], v.device
-        self._stages, self._call, self._prep = stages, call, prep
-        self._q, self._k, self._v, self._beta = q, k, v, beta
-        # What a rank without tokens is left with.
-        if do is None:
-            self.o = v.new_empty(v.shape)
-        else:
-            self._do = do
-            self.gradients: tuple[torch.Tensor, ...] = ()
-            if not call.seqs.total:
-                dbeta = v.new_empty(v.shape[:3], dtype=FP32)
-                self.gradients = (*(x.new_empty(x.shape) for x in (q, k, v)), dbeta, dbeta)
-
-    def scan(self, seqs: Sequences, entering: torch.Tensor | None, *, save: bool, output: bool) -> Any:
-        o, _, tape = self._stages.scan(
-            self._q,
-            self._k,
-            self._v,
-            self._beta,
-            self._prep,
+    def out(
+        y: torch.Tensor, states: Any, adj_states: Any, seqs: Sequences, **edges: bool
+    ) -> tuple[torch.Tensor, ...]:
+        gradients: tuple[torch.Tensor, ...] = stages.out(
+            q,
+            k,
+            v,
+            do,
+            y,
+            beta,
+            prep,
+            states,
+            adj_states,
             seqs,
-            scale=self._call.scale,
-            entering=entering,
-            save_states=save,
-            need_output=output,
+            scale=call.scale,
+            l2norm=call.l2norm,
+            **edges,
         )
-        if output:
-            self.o = o
-        return tape
+        return gradients
 
-    def transfer(self, segments: Segments) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        maps: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = self._stages.transfer(
-            self._k, self._v, self._beta, self._prep, segments, least=self._call.least
-        )
-        return maps
-
-    def adj(self, seqs: Sequences, leaving: torch.Tensor | None) -> Any:
-        self._y, tape, _ = self._stages.adj(
-            self._q,
-            self._k,
-            self._do,
-            self._beta,
-            self._prep,
-            seqs,
-            scale=self._call.scale,
-            leaving=leaving,
-        )
-        return tape
-
-    def adj_transfer(self, segments: Segments, live: torch.Tensor) -> torch.Tensor:
-        b: torch.Tensor = self._stages.adj_transfer(
-            self._q,
-            self._k,
-            self._do,
-            self._beta,
-            self._prep,
-            segments,
-            live,
-            scale=self._call.scale,
-            least=self._call.least,
-        )
-        return b
-
-    def out(self, seqs: Sequences, tape: Any, adj_tape: Any, *, edge: bool) -> None:
-        self.gradients = self._stages.out(
-            self._q,
-            self._k,
-            self._v,
-            self._do,
-            self._y,
-            self._beta,
-            self._prep,
-            tape,
-            adj_tape,
-            seqs,
-            scale=self._call.scale,
-            l2norm=self._call.l2norm,
-            states_edge=edge,
-            adj_edge=edge,
-        )
-
-    def merge(
-        self,
-        b: torch.Tensor,
-        m: torch.Tensor,
-        chains: Any,
-        n_out: int,
-        *,
-        live: torch.Tensor | None = None,
-        transposed: bool = False,
-    ) -> torch.Tensor:
-        states: torch.Tensor = self._stages.merge(
-            b.contiguous(), m.contiguous(), chains, n_out, live=live, transposed=transposed
-        )
-        return states
+    gradients = None
+    if do is not None and not call.seqs.total:
+        dbeta = v.new_empty(v.shape[:3], dtype=FP32)
+        gradients = (*(x.new_empty(x.shape) for x in (q, k, v)), dbeta, dbeta)
+    return cp.StageWalks(
+        heads=v.shape[2],
+        device=v.device,
+        scan_stage=partial(stages.scan, q, k, v, beta, prep, scale=call.scale),
+        transfer_stage=partial(stages.transfer, k, v, beta, prep, least=call.least),
+        merge_stage=stages.merge,
+        adj_stage=partial(stages.adj, q, k, do, beta, prep, scale=call.scale),
+        adj_transfer_stage=partial(
+            stages.adj_transfer, q, k, do, beta, prep, scale=call.scale, least=call.least
+        ),
+        out_stage=out,
+        o=v.new_empty(v.shape),
+        gradients=gradients,
+    )

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from cake.core.cp._context import KcpContext, build_kcp_context
 from cake.core.cp._fla import Call, of_call
-from cake.core.cp._joint import Cut, JointWalks, backward_jointly, cut_of, forward_jointly
+from cake.core.cp._joint import Cut, JointWalks, StageWalks, backward_jointly, cut_of, forward_jointly
 from cake.core.cp._partition import LAYOUTS, ConvBoundary, Partition, Piece, partition
 from cake.core.cp._plan import ROLES, Plan
 from cake.core.cp._run import Forward, Walks, backward, forward
@@ -30,6 +30,7 @@ __all__ = [
     "Partition",
     "Piece",
     "Plan",
+    "StageWalks",
     "Walks",
     "backward",
     "backward_jointly",

@@ -8,7 +8,7 @@ merged states.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -18,11 +18,11 @@ import torch
 
 from cake.core.cp._plan import ENTERED, LEFT, Chains, Plan
 from cake.core.cp._run import Forward, exchange_of, fill, halves, kept_of
-from cake.core.segments import MOST_CHUNKS, Segments, plan, sizes
+from cake.core.segments import MOST_CHUNKS, Cost, Segments, plan, sizes
 from cake.core.sequences import CHUNK, Sequences
 from cake.core.state_chain import Step
 
-__all__ = ["Cut", "JointWalks", "backward_jointly", "cut_of", "forward_jointly"]
+__all__ = ["Cut", "JointWalks", "StageWalks", "backward_jointly", "cut_of", "forward_jointly"]
 
 
 class JointWalks(Protocol):
@@ -59,6 +59,68 @@ class JointWalks(Protocol):
         """States along chains: see `cake.core.state_chain.merge`."""
 
 
+@dataclass
+class StageWalks:
+    """`JointWalks` of an op's stages, each bound to a call's tensors; the last three are a backward's.
+
+    scan_stage: (seqs, *, entering, save_states, need_output) -> (o, final state, tape).
+    transfer_stage: (segments) -> (B, M, live).
+    merge_stage: as `cake.core.state_chain.merge`.
+    adj_stage: (seqs, *, leaving) -> (y, tape, dh0).
+    adj_transfer_stage: (segments, live) -> B.
+    out_stage: (y, tape, adjoint tape, seqs, *, states_edge, adj_edge) -> the op's gradients.
+    o, gradients: the results; until they are made, what a rank without tokens has.
+    """
+
+    heads: int
+    device: torch.device
+    scan_stage: Callable[..., Any]
+    transfer_stage: Callable[..., Any]
+    merge_stage: Callable[..., torch.Tensor]
+    adj_stage: Callable[..., Any] | None = None
+    adj_transfer_stage: Callable[..., torch.Tensor] | None = None
+    out_stage: Callable[..., Any] | None = None
+    o: Any = None
+    gradients: Any = None
+
+    def scan(self, seqs: Sequences, entering: torch.Tensor | None, *, save: bool, output: bool) -> Any:
+        o, _, tape = self.scan_stage(seqs, entering=entering, save_states=save, need_output=output)
+        if output:
+            self.o = o
+        return tape
+
+    def transfer(self, segments: Segments) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        b, m, live = self.transfer_stage(segments)
+        return b, m, live
+
+    def adj(self, seqs: Sequences, leaving: torch.Tensor | None) -> Any:
+        assert self.adj_stage is not None
+        self._y, tape, _ = self.adj_stage(seqs, leaving=leaving)
+        return tape
+
+    def adj_transfer(self, segments: Segments, live: torch.Tensor) -> torch.Tensor:
+        assert self.adj_transfer_stage is not None
+        return self.adj_transfer_stage(segments, live)
+
+    def out(self, seqs: Sequences, tape: Any, adj_tape: Any, *, edge: bool) -> None:
+        assert self.out_stage is not None
+        self.gradients = self.out_stage(self._y, tape, adj_tape, seqs, states_edge=edge, adj_edge=edge)
+
+    def merge(
+        self,
+        b: torch.Tensor,
+        m: torch.Tensor,
+        chains: Chains,
+        n_out: int,
+        *,
+        live: torch.Tensor | None = None,
+        transposed: bool = False,
+    ) -> torch.Tensor:
+        return self.merge_stage(
+            b.contiguous(), m.contiguous(), chains, n_out, live=live, transposed=transposed
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class Cut:
     """The segments of a rank's sequences.
@@ -83,9 +145,12 @@ class Cut:
         return [self.runs[s][-1] + 1 for s in sequences]
 
 
-def cut_of(part: Plan, heads: int) -> Cut | None:
-    """How a rank's sequences are walked: None where each is walked whole and has no neighbour."""
-    counts = list(plan(part.seqs.chunk_counts, heads))
+def cut_of(part: Plan, heads: int, rates: Cost | None = None) -> Cut | None:
+    """How a rank's sequences are walked: None where each is walked whole and has no neighbour.
+
+    `rates`: as of `cake.core.segments.plan`, an op's own.
+    """
+    counts = list(plan(part.seqs.chunk_counts, heads, rates=rates))
     for role in ("first", "middle", "last"):
         for s in part.ids[role]:
             counts[s] = max(counts[s], -(-part.seqs.chunk_counts[s] // MOST_CHUNKS))
@@ -136,9 +201,14 @@ def _cut(part: Plan, counts: tuple[int, ...]) -> Cut:
     return Cut(segments, tuple(runs), tuple(inner), tuple(adjoint_inner))
 
 
-def forward_jointly(part: Plan, walks: JointWalks, group: Any, *, save: bool) -> Forward:
-    """The forward of a rank; see `forward`. Tapes: "all", and with segments their maps "m" and "live"."""
-    d, cut = part.forward, cut_of(part, walks.heads)
+def forward_jointly(
+    part: Plan, walks: JointWalks, group: Any, *, save: bool, rates: Cost | None = None
+) -> Forward:
+    """The forward of a rank; see `forward`. Tapes: "all", and with segments their maps "m" and "live".
+
+    `rates`: as of `cut_of`; the backward's are the same.
+    """
+    d, cut = part.forward, cut_of(part, walks.heads, rates)
     exchange = exchange_of("forward", part, walks, group) if d.tiles else None
     maps: tuple[torch.Tensor, ...] = ()
     own_maps = entering = kept = None
@@ -163,9 +233,11 @@ def forward_jointly(part: Plan, walks: JointWalks, group: Any, *, save: bool) ->
     return Forward(tapes=tapes, entering=entering, maps=kept)
 
 
-def backward_jointly(part: Plan, walks: JointWalks, group: Any, made: Forward) -> None:
+def backward_jointly(
+    part: Plan, walks: JointWalks, group: Any, made: Forward, *, rates: Cost | None = None
+) -> None:
     """The backward of a rank; see `backward`."""
-    d, cut = part.backward, cut_of(part, walks.heads)
+    d, cut = part.backward, cut_of(part, walks.heads, rates)
     exchange = exchange_of("backward", part, walks, group) if d.tiles else None
     total, tape, leaving = part.seqs.total, made.tapes.get("all"), None
     maps: tuple[torch.Tensor, ...] = ()
