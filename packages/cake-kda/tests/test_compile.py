@@ -131,6 +131,17 @@ def test_states_gates_and_activations_are_traced(make: Any, bound: float | None,
     assert_same(run(compiled(whole), case, **arguments), run(whole, case, **arguments))
 
 
+@ON_A_GPU_TOO
+@pytest.mark.parametrize("arguments", [{}, {"segments": 3}, {"packing_invariant": True}], ids=str)
+def test_a_call_is_cut_as_in_eager(make: Any, arguments: dict[str, Any]) -> None:
+    """By default the plan cuts the long sequence, though the tracer knows no length."""
+    case = make((1100, 70), (1, 1))
+    if arguments or case.q.device.type == "cpu":  # what is asked for needs boundaries on the host
+        arguments = {**arguments, "cu_seqlens_cpu": list(case.boundaries)}
+    for given in (arguments, {**arguments, "initial_state": case.initial_state}):
+        assert_same(run(compiled(whole, dynamic=True), case, **given), run(whole, case, **given))
+
+
 def test_keeping_everything_is_keeping_states(make: Any) -> None:
     case = make((70, 30), (1, 2))
     assert_same(run(compiled(whole), case, disable_recompute=True), run(whole, case, disable_recompute=True))
@@ -338,6 +349,8 @@ def test_opcheck(make: Any, form: str) -> None:
         keep,
         "det",
         not keep,
+        2,
+        False,
         None,
     )
     torch.library.opcheck(torch.ops.cake.kda.default, args)

@@ -90,12 +90,10 @@ class TestRefusals:
         with pytest.raises(NotImplementedError, match="chunk_size must be 64, got 32"):
             chunk_kda(**arguments, cp_context=any_context, chunk_size=32)
 
-    def test_a_backend_without_the_stages(self, any_context, arguments, monkeypatch):
-        from cake.kda import _stages
-
-        monkeypatch.setattr(_stages, "backend_name", lambda device, requested: "cuda")
-        with pytest.raises(NotImplementedError, match=r"by the torch backend alone, got .* backend 'cuda'"):
-            chunk_kda(**arguments, cp_context=any_context)
+    @pytest.mark.parametrize("options", [{"segments": 2}, {"packing_invariant": True}], ids=str)
+    def test_segments(self, any_context, arguments, options):
+        with pytest.raises(NotImplementedError, match="aren't served under cp_context"):
+            chunk_kda(**arguments, cp_context=any_context, **options)
 
     def test_kcp_alone(self, arguments, context):
         for given in (None, fla_context(context.rank)):

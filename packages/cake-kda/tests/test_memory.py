@@ -43,3 +43,10 @@ def test_a_forward_keeps_what_the_formula_says(
     if device.type == "cpu":  # kernels keep whole chunks
         everything = hv * (1024 * tokens + 512 * sum(chunks)) + h * 8 * tokens
         assert kept_bytes(case, disable_recompute=True) == hv * 32768 * states + everything
+
+
+def test_a_call_that_is_cut_keeps_the_maps_too(make: Any) -> None:
+    case = make((300,), (1, 2), state=False)
+    states, segments = 5, 2
+    assert kept_bytes(case, segments=segments) == 2 * 32768 * states + 2 * 65540 * segments
+    assert kept_bytes(case, segments=segments, recompute_state=True) == 0

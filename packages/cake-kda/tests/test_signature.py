@@ -47,6 +47,8 @@ BY_NAME = {
     "transpose_state_layout": None,
     "variant": None,
     "recompute_state": None,
+    "segments": None,
+    "packing_invariant": False,
     "backend": None,
 }
 

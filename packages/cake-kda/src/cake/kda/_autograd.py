@@ -2,7 +2,8 @@
 
 Every forward saves its inputs. The tape "states" adds the states before each chunk; the backward runs
 `prep` again, whose results are twice as large. "all" adds those too. With "inputs" the backward runs `prep`
-and `scan` again. The bits are the same by construction.
+and `scan` again. A call that is cut keeps the maps of its segments with the states. The bits are the same by
+construction.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from cake.core.checks import check_saved
 from cake.core.launch import loadable, running_on
+from cake.core.segments import LEAST, Segments
 from cake.core.sequences import Sequences
 from cake.kda import _route, _stages
 from cake.kda._route import Route
@@ -23,6 +25,7 @@ from cake.kda._stages import Gate, Prep
 
 FP32 = torch.float32
 _INPUTS = ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")
+_MAPS = ("m", "live")
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,26 @@ class Call:
     output_final_state: bool
     route: Route
     differentiable: bool
+    # What is walked in place of whole sequences, if the call is cut.
+    segments: Segments | None = None
+
+    @property
+    def least(self) -> float | None:
+        """Log of the decay below which a pre-scan looks no further back; None where states may grow."""
+        return LEAST[self.route.variant] if self.l2norm else None
+
+
+@dataclass(frozen=True)
+class Walk:
+    """What a forward walk leaves for the backward.
+
+    states: the tape, None unless it is saved. maps: M of the segments and which of them count, if the call is
+    cut.
+    """
+
+    prep: Prep
+    states: Any
+    maps: tuple[torch.Tensor, ...] = ()
 
 
 def run(tensors: Tensors, call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -74,7 +97,7 @@ def run(tensors: Tensors, call: Call) -> tuple[torch.Tensor, torch.Tensor | None
         apply: Any = _KimiDeltaAttention.apply
         o, final_state = apply(*tensors.all(), call)
     else:
-        o, final_state, _, _ = forward(tensors, call, save_states=False)
+        o, final_state, _ = forward(tensors, call, save_states=False)
     return o, final_state
 
 
@@ -86,16 +109,18 @@ class _KimiDeltaAttention(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.call = call
         tape = call.route.tape
-        o, final_state, prep, states = forward(tensors, call, save_states=tape != "inputs")
+        o, final_state, walk = forward(tensors, call, save_states=tape != "inputs")
         # Boundaries on the device are saved too: refilled in place before the backward, they raise there.
         saved: dict[str, torch.Tensor | None] = dict(zip(_INPUTS, tensors.all(), strict=True))
         if tape != "inputs":
             # Only walking again needs its values; the rest of the backward needs to know that it was there.
             saved["initial_state"] = None
         saved["cu_seqlens"] = call.seqs.cu_device
-        saved["states"] = states
-        if prep is not None and tape == "all":
-            saved |= vars(prep)
+        if walk is not None and tape != "inputs":
+            saved["states"] = walk.states
+            saved |= dict(zip(_MAPS, walk.maps, strict=False))
+            if tape == "all":
+                saved |= vars(walk.prep)
         ctx.names = tuple(saved)
         ctx.made = {name: (x.shape, x.dtype, x.device) for name, x in saved.items() if x is not None}
         ctx.has_state = tensors.initial_state is not None
@@ -118,17 +143,18 @@ class _KimiDeltaAttention(torch.autograd.Function):
         if saved["cu_seqlens"] is not None:
             seqs = replace(seqs, cu_device=saved["cu_seqlens"])
         prep = None
-        if seqs.total and call.route.tape == "all":
+        if "t" in saved:
             prep = Prep(**{name: saved[name] for name in Prep.__dataclass_fields__})
-        wanted = ctx.needs_input_grad
-        grads = backward(tensors, prep, saved["states"], do, dht, seqs, call, wanted, ctx.has_state)
+        maps = tuple(saved[name] for name in _MAPS if name in saved)
+        wanted, states = ctx.needs_input_grad, saved.get("states")
+        grads = backward(tensors, prep, states, maps, do, dht, seqs, call, wanted, ctx.has_state)
         return (*(x if need else None for x, need in zip(grads, wanted, strict=False)), None)
 
 
 def forward(
     x: Tensors, call: Call, *, save_states: bool
-) -> tuple[torch.Tensor, torch.Tensor | None, Prep | None, torch.Tensor | None]:
-    """Output, final state, `prep`'s results and the states before each chunk, None unless they are saved."""
+) -> tuple[torch.Tensor, torch.Tensor | None, Walk | None]:
+    """Output, final state, and what the walk leaves; None without tokens."""
     seqs = call.seqs
     if not seqs.total:
         final_state = None
@@ -136,26 +162,26 @@ def forward(
             final_state = x.v.new_zeros(x.state_shape(seqs), dtype=FP32)
         elif call.output_final_state and x.initial_state is not None:
             final_state = x.initial_state.clone(memory_format=torch.contiguous_format)
-        return x.v.new_empty(x.v.shape), final_state, None, None
+        return x.v.new_empty(x.v.shape), final_state, None
     stages = _stages.stages(call.route.backend)
     with running_on(x.v.device):
         prep = _prepare(stages, x, call, seqs)
-        o, final_state, states = stages.scan(
-            x.v,
-            x.beta,
+        return _walk(
+            stages,
+            x,
             prep,
             seqs,
-            initial_state=None if x.initial_state is None else x.initial_state.contiguous(),
+            call,
             output_final_state=call.output_final_state,
             save_states=save_states,
         )
-    return o, final_state, prep, states
 
 
 def backward(
     x: Tensors,
     prep: Prep | None,
     states: torch.Tensor | None,
+    maps: tuple[torch.Tensor, ...],
     do: torch.Tensor | None,
     dht: torch.Tensor | None,
     seqs: Sequences,
@@ -163,7 +189,7 @@ def backward(
     wanted: tuple[bool, ...],
     has_state: bool,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Gradients of the inputs; what of `prep` and `states` is None is made again."""
+    """Gradients of the inputs; what of `prep`, `states` and `maps` isn't there is made again."""
     if not seqs.total:
         return _empty_gradients(x, dht, seqs)
     do = x.v.new_zeros(x.v.shape) if do is None else loadable(do)
@@ -171,22 +197,52 @@ def backward(
     stages = _stages.stages(call.route.backend)
     with running_on(x.v.device):
         prep = _prepare(stages, x, call, seqs) if prep is None else prep
-        states = _walk_again(stages, x, prep, seqs) if states is None else states
-        return _backward(stages, x, do, dht, prep, states, seqs, call, wanted, has_state)
+        if states is None:
+            _, _, walk = _walk(stages, x, prep, seqs, call, save_states=True, need_output=False)
+        else:
+            if call.segments is not None and not maps:
+                _, *made = maps_of(stages, x, prep, call.segments, call)
+                maps = tuple(made)
+            walk = Walk(prep, states, maps)
+        return _backward(stages, x, do, dht, walk, seqs, call, wanted, has_state)
 
 
 def _prepare(stages: ModuleType, x: Tensors, call: Call, seqs: Sequences) -> Prep:
-    prep: Prep = stages.prep(x.q, x.k, x.g, x.gate(call), x.beta, seqs, scale=call.scale, l2norm=call.l2norm)
+    prep: Prep = stages.prep(
+        x.q, x.k, x.g, x.gate(call), x.beta, call.segments or seqs, scale=call.scale, l2norm=call.l2norm
+    )
     return prep
 
 
-def _walk_again(stages: ModuleType, x: Tensors, prep: Prep, seqs: Sequences) -> torch.Tensor:
+def maps_of(
+    stages: ModuleType, x: Tensors, prep: Prep, cut: Segments, call: Call
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """B and M of the segments of a call, and which of M count."""
     initial_state = None if x.initial_state is None else x.initial_state.contiguous()
-    states: torch.Tensor
-    _, _, states = stages.scan(
-        x.v, x.beta, prep, seqs, initial_state=initial_state, save_states=True, need_output=False
+    b, m, live = stages.transfer(x.v, x.beta, prep, cut, initial_state=initial_state, least=call.least)
+    return b, m, live
+
+
+def _walk(
+    stages: ModuleType, x: Tensors, prep: Prep, seqs: Sequences, call: Call, **asked: bool
+) -> tuple[torch.Tensor, torch.Tensor | None, Walk]:
+    """What a forward and a backward without a tape have in common. `asked`: as of `scan`."""
+    cut, entering = call.segments, {}
+    maps: tuple[torch.Tensor, ...] = ()
+    if cut is not None:
+        b, m, live = maps_of(stages, x, prep, cut, call)
+        maps = m, live
+        entering["entering"] = stages.chain(b, m, live, prep, cut)
+    o, final_state, states = stages.scan(
+        x.v,
+        x.beta,
+        prep,
+        cut or seqs,
+        initial_state=None if x.initial_state is None else x.initial_state.contiguous(),
+        **entering,
+        **asked,
     )
-    return states
+    return o, final_state, Walk(prep, states, maps)
 
 
 def _backward(
@@ -194,14 +250,18 @@ def _backward(
     x: Tensors,
     do: torch.Tensor,
     dht: torch.Tensor | None,
-    prep: Prep,
-    states: torch.Tensor,
+    walk: Walk,
     seqs: Sequences,
     call: Call,
     wanted: tuple[bool, ...],
     has_state: bool,
 ) -> tuple[torch.Tensor | None, ...]:
-    y, adj_states, dh0 = stages.adj(do, x.beta, prep, seqs, dht=dht, need_dh0=wanted[5])
+    cut, prep, leaving = call.segments, walk.prep, {}
+    if cut is not None:
+        m, live = walk.maps
+        b = stages.adj_transfer(do, x.beta, prep, cut, live, dht=dht, least=call.least)
+        leaving["leaving"] = stages.chain(b, m, live, prep, cut, adjoint=True)
+    y, adj_states, dh0 = stages.adj(do, x.beta, prep, cut or seqs, dht=dht, need_dh0=wanted[5], **leaving)
     if not any((*wanted[:5], *wanted[6:])):
         return None, None, None, None, None, dh0, None, None
     dq, dk, dv, dbeta, dg, partials = stages.out(
@@ -214,13 +274,13 @@ def _backward(
         y,
         x.beta,
         prep,
-        states,
+        walk.states,
         adj_states,
-        seqs,
+        cut or seqs,
         scale=call.scale,
         l2norm=call.l2norm,
-        states_edge=has_state,
-        adj_edge=dht is not None,
+        states_edge=has_state or cut is not None,
+        adj_edge=dht is not None or cut is not None,
     )
     da_log, dbias = None, None
     if wanted[6] or wanted[7]:

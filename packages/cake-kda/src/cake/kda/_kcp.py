@@ -1,14 +1,13 @@
 """A call under a context as a node of autograd: the op's stages, walked as `cake.core.cp` says.
 
-What is saved follows the call's tape as on a single rank, one tape of states for each role. Whatever it is,
-the
-states that entered from other ranks and the maps that the backward merges with are saved too: the backward
-    makes
-one exchange of its own and repeats none.
+What is saved follows the call's tape as on a single rank, with a tape of states for each role or for all
+sequences at once. Whatever it is, the states that entered from other ranks and the maps that the backward
+merges with are saved too: the backward makes one exchange of its own and repeats none.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -19,12 +18,14 @@ from cake.core import cp
 from cake.core.checks import check_saved
 from cake.core.launch import loadable, running_on
 from cake.core.sequences import Sequences
-from cake.kda import _route, _stages
+from cake.kda import _route, _segments, _stages
 from cake.kda._autograd import Call, Tensors
 from cake.kda._stages import Prep
 
 FP32 = torch.float32
 _INPUTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias")
+# What a walk leaves: of each role, or of all sequences at once.
+_TAPES = (*cp.ROLES, "all", "m", "live")
 
 
 # No tracer sees an exchange.
@@ -74,12 +75,18 @@ class _UnderContext(torch.autograd.Function):
                     **{name: saved[f"prep.{name}"] for name in Prep.__dataclass_fields__}
                 )
             else:
-                prep = _prepare(stages, x, call)
-            walks = _Walks(stages, call, x, prep, do=loadable(do))
-            tapes = {role: saved[role] for role in plan.roles if role in saved}
-            forward = cp.Forward(tapes=tapes, entering=saved["entering"], maps=saved["maps"])
-            cp.backward(plan, walks, ctx.context.group, forward)
-            grads = walks.input_gradients()
+                prep = _prepare(stages, x, call, ctx.context)
+            tapes = {name: saved[name] for name in _TAPES if name in saved}
+            made = cp.Forward(tapes=tapes, entering=saved["entering"], maps=saved["maps"])
+            if _in_parts(stages):
+                walks = _Walks(stages, call, x, prep, do=loadable(do))
+                cp.backward(plan, walks, ctx.context.group, made)
+                grads = walks.input_gradients()
+            else:
+                joint = _joint_walks(stages, call, x, prep, do=loadable(do))
+                cp.backward_jointly(plan, joint, ctx.context.group, made, rates=_segments.RATES)
+                *of_tokens, partials = joint.gradients
+                grads = _input_gradients(stages, x, of_tokens, partials)
         wanted = ctx.needs_input_grad
         return (*(grad if need else None for grad, need in zip(grads, wanted, strict=False)), None, None)
 
@@ -93,13 +100,18 @@ def _tensors(inputs: Any) -> Tensors:
     return Tensors(q, k, v, g, beta, None, a_log, bias)
 
 
-def _prepare(stages: ModuleType, x: Tensors, call: Call) -> Prep | None:
+def _in_parts(stages: ModuleType) -> bool:
+    """Whether a backend walks a part of a call's sequences."""
+    return getattr(stages, "SELECTIONS", False)
+
+
+def _prepare(stages: ModuleType, x: Tensors, call: Call, context: cp.Call) -> Prep | None:
     # A rank without tokens walks nothing; it exchanges all the same.
     if not call.seqs.total:
         return None
-    prep: Prep = stages.prep(
-        x.q, x.k, x.g, x.gate(call), x.beta, call.seqs, scale=call.scale, l2norm=call.l2norm
-    )
+    cut = None if _in_parts(stages) else cp.cut_of(context.plan, x.v.shape[2], _segments.RATES)
+    seqs = call.seqs if cut is None else cut.segments
+    prep: Prep = stages.prep(x.q, x.k, x.g, x.gate(call), x.beta, seqs, scale=call.scale, l2norm=call.l2norm)
     return prep
 
 
@@ -108,10 +120,13 @@ def _forward(
 ) -> tuple[torch.Tensor, Prep | None, cp.Forward]:
     stages = _stages.stages(call.route.backend)
     with running_on(x.v.device):
-        prep = _prepare(stages, x, call)
-        walks = _Walks(stages, call, x, prep)
-        made = cp.forward(context.plan, walks, context.group, save=save)
-    return walks.o, prep, made
+        prep = _prepare(stages, x, call, context)
+        if _in_parts(stages):
+            walks = _Walks(stages, call, x, prep)
+            return walks.o, prep, cp.forward(context.plan, walks, context.group, save=save)
+        joint = _joint_walks(stages, call, x, prep)
+        made = cp.forward_jointly(context.plan, joint, context.group, save=save, rates=_segments.RATES)
+        return joint.o, prep, made
 
 
 class _Walks:
@@ -210,17 +225,70 @@ class _Walks:
         return states
 
     def input_gradients(self) -> tuple[torch.Tensor | None, ...]:
-        """Of q, k, v, g, beta, A_log and the bias: of the last two this rank's tokens' share."""
-        x = self._x
-        parameters: tuple[torch.Tensor | None, ...] = (None, None)
-        if self._partials:
-            sums = self._stages.reduce(torch.cat(self._partials))
-            parameters = tuple(
-                None if given is None else total.to(given.dtype)
-                for given, total in zip((x.a_log, x.bias), sums, strict=True)
-            )
-        elif x.a_log is not None or x.bias is not None:
-            parameters = tuple(
-                None if given is None else torch.zeros_like(given) for given in (x.a_log, x.bias)
-            )
-        return self._dq, self._dk, self._dv, self._dg, self._dbeta.to(x.beta.dtype), *parameters
+        """Of q, k, v, g, beta, A_log and the bias."""
+        of_tokens = (self._dq, self._dk, self._dv, self._dbeta, self._dg)
+        partials = torch.cat(self._partials) if self._partials else None
+        return _input_gradients(self._stages, self._x, of_tokens, partials)
+
+
+def _joint_walks(
+    stages: ModuleType, call: Call, x: Tensors, prep: Prep | None, *, do: torch.Tensor | None = None
+) -> cp.StageWalks:
+    """The stages with a call's tensors, for all sequences at once."""
+
+    def out(y: torch.Tensor, states: Any, adj_states: Any, seqs: Sequences, **edges: bool) -> Any:
+        return stages.out(
+            x.q,
+            x.k,
+            x.v,
+            x.g,
+            x.gate(call),
+            do,
+            y,
+            x.beta,
+            prep,
+            states,
+            adj_states,
+            seqs,
+            scale=call.scale,
+            l2norm=call.l2norm,
+            **edges,
+        )
+
+    gradients = None
+    if do is not None and not call.seqs.total:
+        dbeta = x.v.new_empty(x.v.shape[:3], dtype=FP32)
+        dq, dk, dv, dg = (given.new_empty(given.shape) for given in (x.q, x.k, x.v, x.g))
+        gradients = dq, dk, dv, dbeta, dg, None
+    return cp.StageWalks(
+        heads=x.v.shape[2],
+        device=x.v.device,
+        scan_stage=partial(stages.scan, x.v, x.beta, prep),
+        transfer_stage=partial(stages.transfer, x.v, x.beta, prep, least=call.least),
+        merge_stage=stages.merge,
+        adj_stage=partial(stages.adj, do, x.beta, prep),
+        adj_transfer_stage=partial(stages.adj_transfer, do, x.beta, prep, least=call.least),
+        out_stage=out,
+        o=x.v.new_empty(x.v.shape),
+        gradients=gradients,
+    )
+
+
+def _input_gradients(
+    stages: ModuleType, x: Tensors, of_tokens: Any, partials: torch.Tensor | None
+) -> tuple[torch.Tensor | None, ...]:
+    """Of q, k, v, g, beta, A_log and the bias: of the last two this rank's tokens' share.
+
+    `of_tokens`: dq, dk, dv, dbeta and dg, as of `out`; `partials` of a rank without tokens is None.
+    """
+    dq, dk, dv, dbeta, dg = of_tokens
+    parameters: tuple[torch.Tensor | None, ...] = (None, None)
+    if partials is not None:
+        sums = stages.reduce(partials)
+        parameters = tuple(
+            None if given is None else total.to(given.dtype)
+            for given, total in zip((x.a_log, x.bias), sums, strict=True)
+        )
+    elif x.a_log is not None or x.bias is not None:
+        parameters = tuple(None if given is None else torch.zeros_like(given) for given in (x.a_log, x.bias))
+    return dq, dk, dv, dg, dbeta.to(x.beta.dtype), *parameters

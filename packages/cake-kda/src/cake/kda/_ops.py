@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from cake.core import config, sequences, tracing
+from cake.core.segments import cut_of_call
 from cake.core.sequences import Sequences
-from cake.kda import _autograd, _gates, _route, _stages, api
+from cake.kda import _autograd, _gates, _route, _segments, _stages, api
 from cake.kda._autograd import Call, Tensors
 from cake.kda._route import Route
 
@@ -43,6 +44,8 @@ def call(
     variant: str | None,
     disable_recompute: bool,
     recompute_state: bool | None,
+    segments: int | None,
+    packing_invariant: bool,
     backend: str | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """A traced call: results as of `_autograd.run`. `beta_scale` None: beta is no logit."""
@@ -66,6 +69,8 @@ def call(
         save and not recompute,
         chosen,
         recompute,
+        segments,
+        packing_invariant,
         backend,
     )
     return o, final_state if output_final_state else None
@@ -73,6 +78,7 @@ def call(
 
 def _call_of(
     seqs: Sequences,
+    v_heads: int,
     scale: float,
     l2norm: bool,
     use_gate: bool,
@@ -80,8 +86,13 @@ def _call_of(
     final: bool,
     variant: str,
     recompute: bool,
+    segments: int | None,
+    packing_invariant: bool,
     backend: str,
 ) -> Call:
+    cut = None
+    if backend != "shapes":
+        cut = cut_of_call(seqs, v_heads, segments, packing_invariant, rates=_segments.RATES)
     return Call(
         seqs=seqs,
         scale=scale,
@@ -91,6 +102,7 @@ def _call_of(
         output_final_state=final,
         route=Route("single", variant, backend, "inputs" if recompute else "states"),
         differentiable=False,
+        segments=None if cut is None else tracing.with_room_of(cut, seqs),
     )
 
 
@@ -108,7 +120,7 @@ def _real_sequences(
     schema="(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial_state, Tensor? a_log, "
     "Tensor? bias, Tensor? cu_seqlens, SymInt[]? boundaries, float scale, bool l2norm, bool use_gate, "
     "float? lower_bound, bool output_final_state, bool save, str variant, bool recompute_state, "
-    "str? backend) -> (Tensor, Tensor, Tensor[])",
+    "int? segments, bool packing_invariant, str? backend) -> (Tensor, Tensor, Tensor[])",
 )
 def kda(
     q: torch.Tensor,
@@ -129,6 +141,8 @@ def kda(
     save: bool,
     variant: str,
     recompute_state: bool,
+    segments: int | None,
+    packing_invariant: bool,
     backend: str | None,
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     api.check_alignment(("q", q), ("k", k), ("v", v), ("g", g))
@@ -138,25 +152,38 @@ def kda(
     variant = config.variant("kda", variant)
     seqs = tracing.with_room(seqs)
     made = _call_of(
-        seqs, scale, l2norm, use_gate, lower_bound, output_final_state, variant, recompute_state, found
+        seqs,
+        v.shape[2],
+        scale,
+        l2norm,
+        use_gate,
+        lower_bound,
+        output_final_state,
+        variant,
+        recompute_state,
+        segments,
+        packing_invariant,
+        found,
     )
     if seqs.total:
         _route.note(made.route)
     o, final_state, kept = _forward(Tensors(q, k, v, g, beta, initial_state, a_log, bias), made, save)
-    if kept and seqs.boundaries is not None:
+    walked = made.segments or seqs
+    if kept and walked.boundaries is not None:
         # Room that no state needs: tracers compare and save what an op returns.
-        first = 0 if initial_state is not None else 1
-        kept[-1][sum(max(count - first, 0) for count in seqs.chunk_counts) :].zero_()
+        first = 0 if initial_state is not None or made.segments is not None else 1
+        kept[-1][sum(max(count - first, 0) for count in walked.chunk_counts) :].zero_()
     return o, final_state, kept
 
 
 def _forward(
     tensors: Tensors, made: Call, save: bool
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    o, final_state, _, states = _autograd.forward(tensors, made, save_states=save)
+    o, final_state, walk = _autograd.forward(tensors, made, save_states=save)
     if final_state is None:
         final_state = o.new_empty(0, dtype=FP32)
-    return o, final_state, [] if states is None else [states]
+    # Maps of segments have sizes that no tracer knows; the backward makes them again.
+    return o, final_state, [walk.states] if save and walk is not None else []
 
 
 @kda.register_fake
@@ -179,6 +206,8 @@ def _(
     save: bool,
     variant: str,
     recompute_state: bool,
+    segments: int | None,
+    packing_invariant: bool,
     backend: str | None,
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     api.check_inputs(q, k, v, g, beta)
@@ -186,7 +215,18 @@ def _(
     if initial_state is not None:
         api.check_state(initial_state, seqs.n, v.shape[2], q.device)
     made = _call_of(
-        seqs, scale, l2norm, use_gate, lower_bound, output_final_state, variant, recompute_state, "shapes"
+        seqs,
+        v.shape[2],
+        scale,
+        l2norm,
+        use_gate,
+        lower_bound,
+        output_final_state,
+        variant,
+        recompute_state,
+        segments,
+        packing_invariant,
+        "shapes",
     )
     return _forward(Tensors(q, k, v, g, beta, initial_state, a_log, bias), made, save)
 
@@ -197,7 +237,7 @@ def _(
     schema="(Tensor? do, Tensor? dht, Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, "
     "Tensor? initial_state, Tensor? a_log, Tensor? bias, Tensor? cu_seqlens, SymInt[]? boundaries, "
     "Tensor[] tape, float scale, bool l2norm, bool use_gate, float? lower_bound, str variant, "
-    "bool recompute_state, str? backend, bool[] wanted) "
+    "bool recompute_state, int? segments, bool packing_invariant, str? backend, bool[] wanted) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def kda_backward(
@@ -220,16 +260,33 @@ def kda_backward(
     lower_bound: float | None,
     variant: str,
     recompute_state: bool,
+    segments: int | None,
+    packing_invariant: bool,
     backend: str | None,
     wanted: Sequence[bool],
 ) -> tuple[torch.Tensor, ...]:
     found = _stages.backend_name(q.device, backend)
     seqs = _real_sequences(q, cu_seqlens, boundaries, found)
-    made = _call_of(seqs, scale, l2norm, use_gate, lower_bound, False, variant, recompute_state, found)
+    made = _call_of(
+        seqs,
+        v.shape[2],
+        scale,
+        l2norm,
+        use_gate,
+        lower_bound,
+        False,
+        variant,
+        recompute_state,
+        segments,
+        packing_invariant,
+        found,
+    )
+    walked, edge = made.segments or seqs, initial_state is not None or made.segments is not None
     *grads, da_log, dbias = _autograd.backward(
         Tensors(q, k, v, g, beta, initial_state, a_log, bias),
         None,
-        tape[0][: seqs.slots(initial_state is not None)] if tape else None,
+        tape[0][: walked.slots(edge)] if tape else None,
+        (),
         do,
         dht,
         seqs,
@@ -265,6 +322,8 @@ def _(
     lower_bound: float | None,
     variant: str,
     recompute_state: bool,
+    segments: int | None,
+    packing_invariant: bool,
     backend: str | None,
     wanted: Sequence[bool],
 ) -> tuple[torch.Tensor, ...]:
@@ -277,18 +336,18 @@ def _(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     tensors, boundaries = inputs[: _WANTED + 1], inputs[_WANTED + 1]
-    scale, l2norm, use_gate, lower_bound, _final, _save, variant, recompute, backend = inputs[_WANTED + 2 :]
+    scale, l2norm, use_gate, lower_bound, _final, _save, variant, *rest = inputs[_WANTED + 2 :]
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[2])
     ctx.save_for_backward(*tensors, *output[2])
     ctx.boundaries = boundaries
-    ctx.call = (scale, l2norm, use_gate, lower_bound, variant, recompute, backend)
+    ctx.call = (scale, l2norm, use_gate, lower_bound, variant, *rest)
 
 
 def _backward(
     ctx: Any, do: torch.Tensor | None, dht: torch.Tensor | None, _tape: Any
 ) -> tuple[torch.Tensor | None, ...]:
-    rest = (None,) * 11
+    rest = (None,) * 13
     if do is None and dht is None:
         return (None,) * _WANTED + rest
     saved = ctx.saved_tensors  # asked once: a checkpoint unpacks at every question

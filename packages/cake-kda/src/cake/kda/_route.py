@@ -18,7 +18,7 @@ class Route:
 
     path: "single", one rank; "kcp", under a `KcpContext`; "fla", under flash-linear-attention's context.
     variant: "det" or "fast".
-    backend: "torch", the reference backend.
+    backend: "torch", the reference backend, or "cuda".
     tape: "inputs" (states walked again in the backward), "states" or "all".
     """
 

@@ -126,18 +126,6 @@ def backend_name(device: torch.device, requested: str | None) -> str:
     return "cuda"
 
 
-def check_context(backend: str) -> None:
-    """Refuses a context that the backend's stages don't serve.
-
-    Raises:
-        NotImplementedError: no stages for sequences that other ranks go on with.
-    """
-    if backend != "torch":
-        raise NotImplementedError(
-            f"cp_context is served by the torch backend alone, got tensors for the backend {backend!r}"
-        )
-
-
 def stages(backend: str) -> ModuleType:
     """The module with the stage functions of a backend, "torch" or "cuda"."""
     return import_module(f"cake.kda._{backend}")

@@ -10,8 +10,9 @@ import torch
 from cake.core import config, cp, sequences, tracing
 from cake.core.checks import check_number, check_tensor
 from cake.core.launch import ALIGNMENT, is_aligned
+from cake.core.segments import cut_of_call
 from cake.core.sequences import CHUNK
-from cake.kda import _autograd, _gates, _kcp, _stages
+from cake.kda import _autograd, _gates, _kcp, _segments, _stages
 from cake.kda._route import Route, Tape, last_route
 
 __all__ = ["Route", "chunk_kda", "kcp_chunk_kda", "last_route"]
@@ -51,6 +52,8 @@ def chunk_kda(
     transpose_state_layout: bool | None = None,
     variant: str | None = None,
     recompute_state: bool | None = None,
+    segments: int | None = None,
+    packing_invariant: bool = False,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Kimi Delta Attention over sequences of tokens, differentiable.
@@ -103,6 +106,14 @@ def chunk_kda(
         transpose_state_layout: the older name of `state_v_first`.
         variant: "det" or "fast" for this call in place of the configured one.
         recompute_state: for this call in place of the configured `--cake-kda-recompute-state`.
+        segments: into how many segments of whole chunks each sequence is cut, to be walked at once: 1 for
+            none, at most its chunks, and more where one would be longer than 128 chunks. By default
+            `cake.core.segments.plan` decides, from the lengths and HV alone; where the boundaries of several
+            sequences are on the GPU alone, `plan_unseen` does from T, N and HV, and gives other bits. Beta
+            from 0 to 2 is taken for granted where a call with `use_qk_l2norm_in_kernel` is cut, and that no
+            state lives on in chunks which all of its channels' decays end, for some chunks in a row.
+        packing_invariant: plan each sequence as if it were alone in the call. Of several sequences the host
+            must know the boundaries.
         backend: None, or "torch" for the reference backend on tensors of any device, which on a GPU is far
             from fast.
 
@@ -114,9 +125,9 @@ def chunk_kda(
         TypeError: not a tensor or a number, a wrong dtype, an unknown argument.
         ValueError: a wrong shape, device or stride, boundaries that don't fit, arguments that contradict each
             other; also an initial or final state under a context.
-        NotImplementedError: tensors on a GPU that isn't sm_90 without `backend="torch"`, `cp_context` for
-            kernels, `return_intermediate_states`, `use_graph`, another chunk size. Every check comes before
-            any launch.
+        NotImplementedError: tensors on a GPU that isn't sm_90 without `backend="torch"`, `segments` under
+            `cp_context`, `return_intermediate_states`, `use_graph`, another chunk size. Every check comes
+            before any launch.
 
     Gradients: for q, k, v, g, beta, A_log, dt_bias and initial_state, in their dtypes, where asked for. A
     loss on either result alone works; an unused final state leaves every bit as it is. A gradient of o whose
@@ -124,8 +135,10 @@ def chunk_kda(
     inputs for the backward: changing them in place before it raises there.
 
     Determinism: under det the same inputs give the same bits in every call, process and thread, whether
-    states are saved or recomputed; a sequence's bits don't depend on its neighbours in the pack. (Gradients
-    of A_log and dt_bias are sums over the pack.)
+    states are saved or recomputed. A sequence's bits don't depend on its neighbours in the pack as long as it
+    is cut alike; with `packing_invariant` it always is, which can take up to about one and a half times as
+    long in packs that fill the GPU anyway. Another number of segments gives other bits within the same
+    errors. (Gradients of A_log and dt_bias are sums over the pack.)
     """
     if cp_context is not None:
         _refuse_states(initial_state, output_final_state)
@@ -173,6 +186,8 @@ def chunk_kda(
             variant=variant,
             disable_recompute=bool(disable_recompute),
             recompute_state=recompute_state,
+            segments=segments,
+            packing_invariant=bool(packing_invariant),
             backend=backend,
         )
         if state_v_first and final_state is not None:
@@ -199,8 +214,8 @@ def chunk_kda(
         tape=_tape(disable_recompute, recompute_state),
     )
     check_readable(seqs, route.backend)
-    if context is not None:
-        _stages.check_context(route.backend)
+    if context is not None and (segments not in (None, 1) or packing_invariant):
+        raise NotImplementedError("segments and packing_invariant aren't served under cp_context")
 
     if use_beta_sigmoid_in_kernel:
         beta = _gates.beta_sigmoid(beta, allow_neg_eigval)
@@ -215,6 +230,9 @@ def chunk_kda(
         route=route,
         differentiable=torch.is_grad_enabled()
         and any(x is not None and x.requires_grad for x in tensors.all()),
+        segments=cut_of_call(seqs, v_heads, segments, packing_invariant, rates=_segments.RATES)
+        if context is None
+        else None,
     )
     if context is not None:
         return _kcp.run(tensors, call, context), None
