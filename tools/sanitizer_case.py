@@ -81,8 +81,9 @@ def main() -> None:
         for op, (heads, value_heads) in itertools.product(OPS, HEADS):
             for states, in_kernel in itertools.product((False, True), repeat=2):
                 run(op, heads, value_heads, states=states, in_kernel=in_kernel)
-        for in_kernel in (False, True):  # maps vanish with the norm in the kernel, without it none does
-            run("gdn", *HEADS[0], states=True, in_kernel=in_kernel, segments=3)
+        # Maps may vanish with the norm in the kernel, without it none does.
+        for op, in_kernel in itertools.product(OPS, (False, True)):
+            run(op, *HEADS[0], states=True, in_kernel=in_kernel, segments=3)
     arch = toolchain.device_arch(torch.device("cuda"))
     declared = {record.library for op in OPS for _, record in loader.libraries(op, arch)}
     if missed := declared - {library.library for library in loader.loaded()}:
