@@ -51,12 +51,13 @@ def test_chunks_restart_at_every_sequence():
 
 def test_shapes_are_distinct_and_as_long_as_they_say():
     tokens = {shape.name: shape.tokens for shape in SHAPES}
-    assert len(tokens) == len(SHAPES) == 14
+    assert len(tokens) == len(SHAPES) == 15
     assert tokens["h32-4docs"] == 131072
+    assert tokens["h4-4x16384"] == 65536
     assert tokens["h64-1x16384"] == tokens["h64-4docs"] == tokens["h64-4docs-free"] == 16384
     assert tokens["h64-8x4096"] == tokens["h32-M"] == 32768
     assert [shape.name for shape in BENCH.default_shapes("cpu")] == ["tiny", "tiny-free"]
-    assert len(BENCH.default_shapes("cuda")) == 11
+    assert len(BENCH.default_shapes("cuda")) == 12
     assert sum(not bounded(shape) for shape in SHAPES) == 4
 
 
