@@ -59,6 +59,37 @@ def test_cost_is_that_of_the_jobs_one_by_one(counts, heads, processors):
         assert segments.cost(counts, cuts, heads, processors) == slow_cost(counts, cuts, heads, processors)
 
 
+def test_walks_of_two_processors():
+    half = segments.Cost(half=60)
+    part = segments.Cost(scan=half.scan * 60 // 100, adjoint=half.adjoint * 60 // 100)
+    assert segments.cost((40, 7), (1, 1), 4, 16, half) == segments.cost((40, 7), (1, 1), 8, 16, part)
+    # One too many for every walk to have two.
+    assert segments.cost((40, 7), (1, 1), 5, 19, half) == segments.cost((40, 7), (1, 1), 5, 19)
+    assert segments.plan((256,) * 4, 4, rates=half) != (1, 1, 1, 1)
+
+
+def test_how_a_call_is_cut():
+    seqs = packed((0, 32768), 32768)
+    assert segments.cut_of_call(seqs, 8, None, False).n == 16
+    assert segments.cut_of_call(seqs, 8, 3, False).n == 4  # none longer than 128 chunks
+    assert segments.cut_of_call(seqs, 8, 1, False) is None
+    assert segments.cut_of_call(batched(8, 4096), 64, None, False) is None
+    slow_merges = segments.Cost(merge=10**9)
+    assert segments.cut_of_call(seqs, 8, None, False, rates=slow_merges) is None
+
+
+def test_how_a_call_is_cut_whose_boundaries_nobody_knows():
+    torch = pytest.importorskip("torch")
+    two = packed_on_device(torch.tensor([0, 100, 60000]), 60000)
+    assert segments.cut_of_call(two, 2, None, False).length == segments.plan_unseen(60000, 2, 2)
+    assert segments.cut_of_call(two, 2, 1, False) is None
+    for name, arguments in (("segments", (2, False)), ("packing_invariant", (None, True))):
+        with pytest.raises(ValueError, match=f"{name} needs the boundaries on the host"):
+            segments.cut_of_call(two, 2, *arguments)
+    one = packed_on_device(torch.tensor([0, 32768]), 32768)
+    assert segments.cut_of_call(one, 8, None, False).boundaries is not None
+
+
 @pytest.mark.parametrize(("counts", "heads", "processors"), cases())
 def test_plan_is_the_best_of_its_candidates(counts, heads, processors):
     got = segments.plan(counts, heads, processors=processors)

@@ -75,6 +75,13 @@ class Call:
         """Log of the decay below which a pre-scan looks no further back; None where states may grow."""
         return LEAST[self.route.variant] if self.l2norm else None
 
+    def at(self, cu_seqlens: torch.Tensor) -> Call:
+        """The same call, with its boundaries, which are on the device alone, in this tensor."""
+        cut = self.segments
+        if cut is not None and cut.boundaries is None:
+            cut = cut.at(cu_seqlens)
+        return replace(self, seqs=self.seqs.at(cu_seqlens), segments=cut)
+
 
 @dataclass(frozen=True)
 class Walk:
@@ -139,15 +146,14 @@ class _KimiDeltaAttention(torch.autograd.Function):
         for name, made in ctx.made.items():
             check_saved(name, saved[name], *made)
         tensors = Tensors(*(saved[name] for name in _INPUTS))
-        seqs = call.seqs
         if saved["cu_seqlens"] is not None:
-            seqs = replace(seqs, cu_device=saved["cu_seqlens"])
+            call = call.at(saved["cu_seqlens"])
         prep = None
         if "t" in saved:
             prep = Prep(**{name: saved[name] for name in Prep.__dataclass_fields__})
         maps = tuple(saved[name] for name in _MAPS if name in saved)
         wanted, states = ctx.needs_input_grad, saved.get("states")
-        grads = backward(tensors, prep, states, maps, do, dht, seqs, call, wanted, ctx.has_state)
+        grads = backward(tensors, prep, states, maps, do, dht, call.seqs, call, wanted, ctx.has_state)
         return (*(x if need else None for x, need in zip(grads, wanted, strict=False)), None)
 
 
