@@ -54,12 +54,15 @@ def loadable(x: torch.Tensor) -> torch.Tensor:
     return x if plain else x.clone(memory_format=torch.contiguous_format)
 
 
+_NOTHING_TO_CHANGE = contextlib.nullcontext()
+
+
 def running_on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Around the stages: their own precisions in any autocast region, and the tensors' GPU as current one."""
     autocast = torch.is_autocast_enabled(device.type)
     elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
     if not autocast and not elsewhere:
-        return contextlib.nullcontext()
+        return _NOTHING_TO_CHANGE
     stack = contextlib.ExitStack()
     if autocast:
         stack.enter_context(torch.autocast(device.type, enabled=False))

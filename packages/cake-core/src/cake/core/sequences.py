@@ -310,7 +310,8 @@ def host_values(name: str, x: Any) -> list[int]:
         if x.device.type != "cpu":
             raise ValueError(f"{name} must be on the CPU, got {x.device}")
         check_boundaries(name, x)
-        return [int(value) for value in x.tolist()]
+        values: list[int] = x.tolist()
+        return values
     if not isinstance(x, (list, tuple, range)):
         raise TypeError(f"{name} must be a CPU tensor or a list of ints, got {type(x).__name__}")
     try:

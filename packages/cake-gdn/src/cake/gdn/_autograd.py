@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -26,8 +26,7 @@ from cake.gdn.plan import CHUNK, Sequences
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
-@dataclass(frozen=True)
-class Inputs:
+class Inputs(NamedTuple):
     """Extents of a call's inputs."""
 
     q_shape: torch.Size
@@ -40,8 +39,7 @@ class Inputs:
         return seqs.n, self.v_shape[2], self.q_shape[3], self.v_shape[3]
 
 
-@dataclass(frozen=True)
-class Walk:
+class Walk(NamedTuple):
     """What a forward walk leaves for the backward.
 
     states: the tape. maps: M of the segments and which of them count, if the call is cut.

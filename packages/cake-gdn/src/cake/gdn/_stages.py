@@ -44,17 +44,15 @@ sequences (`Sequences.select`): the walks and `out` then write its tokens alone,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 
-@dataclass(frozen=True)
-class Prep:
+class Prep(NamedTuple):
     """What `prep` makes of a call.
 
     t: bf16 [HV, total, 64]. Row i of a chunk's T = (I + L)^-1, with L_ij = beta_i k^_i . k^_j 2^(b_i - b_j)
