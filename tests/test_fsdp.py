@@ -48,20 +48,20 @@ class Layer(torch.nn.Module):
         return x + self.out(o.to(x.dtype).flatten(2))
 
 
-def train(group: Any, op: str, checkpointed: bool, shard: bool) -> list[float]:
+def train(group: Any, op: str, checkpointed: bool, shard: bool, device: str) -> list[float]:
     """Losses of a few steps; every rank has the same data, so that sharding changes no value."""
     torch.manual_seed(0)
-    model = torch.nn.Sequential(Layer(op, checkpointed), Layer(op, checkpointed))
+    model = torch.nn.Sequential(Layer(op, checkpointed), Layer(op, checkpointed)).to(device)
     if shard:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        mesh = init_device_mesh(device, (dist.get_world_size(),))
         for layer in model:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
     optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
-    x = torch.randn(1, 70, 32, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(1, 70, 32, generator=torch.Generator().manual_seed(1)).to(device)
     losses = []
     for _ in range(STEPS):
         loss = (model(x) - 1).square().mean()
@@ -72,15 +72,30 @@ def train(group: Any, op: str, checkpointed: bool, shard: bool) -> list[float]:
     return losses
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(2) as pool:
-        yield pool
+TWO_GPUS = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
 
 
-@pytest.mark.parametrize(("op", "checkpointed"), [("gdn", True), ("kda", False)])
-def test_a_sharded_layer_trains_as_a_whole_one(ranks: Ranks, op: str, checkpointed: bool) -> None:
-    whole = train(None, op, False, False)
-    for losses in ranks.values(train, op, checkpointed, True):
-        assert losses == pytest.approx(whole, rel=1e-6)
+@pytest.fixture(scope="module", params=["gloo", pytest.param("nccl", marks=TWO_GPUS)])
+def ranks(request: pytest.FixtureRequest) -> Iterator[tuple[str, Ranks]]:
+    with Ranks(2, backend=request.param) as pool:
+        yield "cuda" if request.param == "nccl" else "cpu", pool
+
+
+@pytest.mark.parametrize(
+    ("op", "checkpointed"),
+    [
+        ("gdn", True),
+        ("kda", False),
+        pytest.param("gdn", False, marks=pytest.mark.gpu),
+        pytest.param("kda", True, marks=pytest.mark.gpu),
+    ],
+)
+def test_a_sharded_layer_trains_as_a_whole_one(ranks: tuple[str, Ranks], op: str, checkpointed: bool) -> None:
+    device, pool = ranks
+    whole = train(None, op, False, False, device)
+    for losses in pool.values(train, op, checkpointed, True, device):
+        assert losses == pytest.approx(whole, rel=1e-6 if device == "cpu" else 1e-4)
     assert whole[-1] < whole[0]

@@ -1,8 +1,9 @@
 """One exchange: every rank's tiles of maps to every rank, by an all-gather that other work may overlap.
 
-On a CPU each tile ends with a few values that say what it belongs to. Ranks that run different calls at the
-same time (activation checkpointing on some of them only, say) then end with an error and not with wrong
-numbers. A GPU would have to wait for the gather to look at them, so there tiles travel alone.
+Each tile ends with a few values that say what it belongs to. Ranks that run different calls at the same time
+(activation checkpointing on some of them only, say) then end with an error and not with wrong numbers. A CPU
+looks at them when it has waited. The host of a GPU never waits for it: the GPU asserts them itself, and the
+next call that waits for the GPU raises.
 """
 
 from __future__ import annotations
@@ -17,7 +18,12 @@ __all__ = ["KINDS", "Exchange"]
 KINDS = ("forward", "backward")
 # fp32 holds integers below 2^24.
 _DIGITS = 1 << 24
+# Values that a tile ends with; 16 bytes, as its rows are aligned.
 _TAG = 4
+_DIFFER = (
+    "ranks of a context must run the same calls in the same order, but {what}; is activation checkpointing "
+    "on for some ranks only?"
+)
 
 
 class Exchange:
@@ -32,7 +38,7 @@ class Exchange:
         device: of the tiles.
         group: process group, None for the default one; of no use unless `collective`.
         collective: whether to gather; else everyone's tiles are one's own.
-        tagged: whether tiles on a CPU carry their tag.
+        tagged: whether tiles carry their tag.
     """
 
     def __init__(
@@ -50,13 +56,17 @@ class Exchange:
     ):
         self._kind, self._group, self._collective = kind, group, collective
         self._shape = (heads, 128, columns)
-        self._tagged = tagged and collective and device.type == "cpu"
+        self._tagged, self._on_cpu = tagged and collective, device.type == "cpu"
         self._size = heads * 128 * columns + (_TAG if self._tagged else 0)
         # Zeros: what a tile of nobody's holds is sent too.
         self._message = torch.zeros((tiles, self._size), dtype=torch.float32, device=device)
-        if self._tagged:
+        # On a GPU all in one value, which needs no copy from the host.
+        self._tag = float(digest % (_DIGITS // 2) * 2 + KINDS.index(kind))
+        if self._tagged and self._on_cpu:
             tag = (KINDS.index(kind), digest % _DIGITS, digest // _DIGITS, tiles)
             self._message[:, -_TAG:] = torch.tensor(tag, dtype=torch.float32)
+        elif self._tagged:
+            self._message[:, -_TAG:].fill_(self._tag)
         self._gathered = self._message
         self._work: Any = None
 
@@ -75,13 +85,19 @@ class Exchange:
         """Everyone's tiles rank by rank, fp32 [world size * tiles, HV, 128, columns].
 
         Raises:
-            RuntimeError: another rank is gone or late, or runs another call.
+            RuntimeError: another rank is gone or late, or runs another call. On a GPU it comes later, where
+                something waits for the GPU.
         """
         if self._work is not None:
             self._work.wait()
             self._work = None
-        if self._tagged:
+        if self._tagged and self._on_cpu:
             self._check()
+        elif self._tagged:
+            same = (self._gathered[:, -1] == self._tag).all()
+            torch._assert_async(same, _DIFFER.format(what="another rank runs another one"))
+            # Kernels load tiles that follow each other.
+            return self._view(self._gathered).contiguous()
         return self._view(self._gathered)
 
     def _view(self, tiles: torch.Tensor) -> torch.Tensor:
@@ -98,11 +114,8 @@ class Exchange:
         runs = KINDS[kind] if 0 <= kind < len(KINDS) else "something else"
         if runs == self._kind:
             runs += " of another context"
-        raise RuntimeError(
-            f"ranks of a context must run the same calls in the same order, but while this rank runs the "
-            f"{self._kind} of one, rank {other // tiles} of the group runs the {runs}; is activation "
-            "checkpointing on for some ranks only?"
-        )
+        what = f"rank {other // tiles} of the group runs the {runs}"
+        raise RuntimeError(_DIFFER.format(what=f"while this rank runs the {self._kind} of one, {what}"))
 
 
 def _gather(out: torch.Tensor, x: torch.Tensor, group: Any) -> Any:

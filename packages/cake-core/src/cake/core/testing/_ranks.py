@@ -51,11 +51,19 @@ class Ranks:
     Args:
         size: processes.
         subgroup_timeout: seconds after which a collective of fewer ranks than all gives up.
+        timeout: the same of all.
         backend: "gloo", or "nccl" for a GPU to each process, its current one.
     """
 
-    def __init__(self, size: int, subgroup_timeout: float = COLLECTIVE_TIMEOUT, backend: str = "gloo"):
-        self.size, self._timeout, self._backend = size, subgroup_timeout, backend
+    def __init__(
+        self,
+        size: int,
+        subgroup_timeout: float = COLLECTIVE_TIMEOUT,
+        backend: str = "gloo",
+        *,
+        timeout: float = COLLECTIVE_TIMEOUT,
+    ):
+        self.size, self._timeouts, self._backend = size, (subgroup_timeout, timeout), backend
         self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
 
@@ -67,7 +75,7 @@ class Ranks:
             here, there = context.Pipe()
             process = context.Process(
                 target=_serve,
-                args=(there, rank, self.size, meet, self._timeout, self._backend, os.getpid()),
+                args=(there, rank, self.size, meet, self._timeouts, self._backend, os.getpid()),
                 daemon=True,
             )
             process.start()
@@ -132,7 +140,13 @@ class Ranks:
 
 
 def _serve(
-    pipe: Connection, rank: int, size: int, meet: str, timeout: float, backend: str, parent: int
+    pipe: Connection,
+    rank: int,
+    size: int,
+    meet: str,
+    timeouts: tuple[float, float],
+    backend: str,
+    parent: int,
 ) -> None:
     """The life of one rank."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -140,7 +154,7 @@ def _serve(
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    limit, own = (datetime.timedelta(seconds=seconds) for seconds in (timeout, COLLECTIVE_TIMEOUT))
+    limit, own = (datetime.timedelta(seconds=seconds) for seconds in timeouts)
     if backend == "nccl":
         torch.cuda.set_device(rank)
     dist.init_process_group(backend, init_method=f"file://{meet}", rank=rank, world_size=size, timeout=own)
