@@ -45,7 +45,8 @@ def emulate(emulator, monkeypatch):
         merge = csrc.parent / "_vendor" / "state_chain"
         monkeypatch.setattr(backend, "_library", library)
         monkeypatch.setattr(backend, "_merges", lambda: library("affine_merge", merge), raising=False)
-        monkeypatch.setattr(backend, "_stream", lambda device: 0)
+        for name in ("_stream", "stream_of"):
+            monkeypatch.setattr(backend, name, lambda device: 0, raising=False)
         monkeypatch.setattr(backend, "_ctas", lambda device: 2)  # so that a persistent CTA has several chunks
         monkeypatch.setattr(backend, "seed", 0, raising=False)
         monkeypatch.setattr(backend, "multiprocessors", 132, raising=False)
