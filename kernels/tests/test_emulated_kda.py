@@ -5,7 +5,6 @@ They give what their twins give, and the same bits under every schedule.
 
 from __future__ import annotations
 
-from dataclasses import fields
 
 import pytest
 import torch
@@ -107,7 +106,7 @@ def run_all(run, *, q, k, v, g, gate, beta, do, state, dstate, seqs, l2norm):
 
 
 def tensors_of(prep):
-    return {f.name: x for f in fields(prep) if f.name != "plan" and (x := getattr(prep, f.name)) is not None}
+    return {name: x for name, x in prep._asdict().items() if name != "plan" and x is not None}
 
 
 CASES = {

@@ -8,9 +8,10 @@ construction.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -28,8 +29,7 @@ _INPUTS = ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")
 _MAPS = ("m", "live")
 
 
-@dataclass(frozen=True)
-class Tensors:
+class Tensors(NamedTuple):
     """A call's inputs; a_log and bias where the gate is computed in the call."""
 
     q: torch.Tensor
@@ -40,9 +40,6 @@ class Tensors:
     initial_state: torch.Tensor | None
     a_log: torch.Tensor | None
     bias: torch.Tensor | None
-
-    def all(self) -> tuple[torch.Tensor | None, ...]:
-        return (self.q, self.k, self.v, self.g, self.beta, self.initial_state, self.a_log, self.bias)
 
     def gate(self, call: Call) -> Gate | None:
         return Gate(self.a_log, self.bias, call.lower_bound) if call.use_gate else None
@@ -75,16 +72,19 @@ class Call:
         """Log of the decay below which a pre-scan looks no further back; None where states may grow."""
         return LEAST[self.route.variant] if self.l2norm else None
 
-    def at(self, cu_seqlens: torch.Tensor) -> Call:
-        """The same call, with its boundaries, which are on the device alone, in this tensor."""
-        cut = self.segments
+    def at(self, cu_seqlens: torch.Tensor | None) -> Call:
+        """The same call; where its boundaries are on the device alone, in this tensor."""
+        if self.seqs.boundaries is not None:
+            return self
+        seqs, cut = self.seqs.at(cu_seqlens), self.segments
         if cut is not None and cut.boundaries is None:
             cut = cut.at(cu_seqlens)
-        return replace(self, seqs=self.seqs.at(cu_seqlens), segments=cut)
+        made = object.__new__(Call)
+        made.__dict__.update(self.__dict__, seqs=seqs, segments=cut)
+        return made
 
 
-@dataclass(frozen=True)
-class Walk:
+class Walk(NamedTuple):
     """What a forward walk leaves for the backward.
 
     states: the tape, None unless it is saved. maps: M of the segments and which of them count, if the call is
@@ -102,7 +102,7 @@ def run(tensors: Tensors, call: Call) -> tuple[torch.Tensor, torch.Tensor | None
         _route.note(call.route)
     if call.differentiable:
         apply: Any = _KimiDeltaAttention.apply
-        o, final_state = apply(*tensors.all(), call)
+        o, final_state = apply(*tensors, call)
     else:
         o, final_state, _ = forward(tensors, call, save_states=False)
     return o, final_state
@@ -118,7 +118,7 @@ class _KimiDeltaAttention(torch.autograd.Function):
         tape = call.route.tape
         o, final_state, walk = forward(tensors, call, save_states=tape != "inputs")
         # Boundaries on the device are saved too: refilled in place before the backward, they raise there.
-        saved: dict[str, torch.Tensor | None] = dict(zip(_INPUTS, tensors.all(), strict=True))
+        saved: dict[str, torch.Tensor | None] = dict(zip(_INPUTS, tensors, strict=True))
         if tape != "inputs":
             # Only walking again needs its values; the rest of the backward needs to know that it was there.
             saved["initial_state"] = None
@@ -127,9 +127,9 @@ class _KimiDeltaAttention(torch.autograd.Function):
             saved["states"] = walk.states
             saved |= dict(zip(_MAPS, walk.maps, strict=False))
             if tape == "all":
-                saved |= vars(walk.prep)
+                saved |= walk.prep._asdict()
         ctx.names = tuple(saved)
-        ctx.made = {name: (x.shape, x.dtype, x.device) for name, x in saved.items() if x is not None}
+        ctx.saved_as = saved_as(saved.values())
         ctx.has_state = tensors.initial_state is not None
         ctx.save_for_backward(*saved.values())
         return o, final_state
@@ -143,18 +143,24 @@ class _KimiDeltaAttention(torch.autograd.Function):
         if do is None and dht is None:
             return (None,) * (len(_INPUTS) + 1)
         saved = dict(zip(ctx.names, ctx.saved_tensors, strict=True))
-        for name, made in ctx.made.items():
-            check_saved(name, saved[name], *made)
-        tensors = Tensors(*(saved[name] for name in _INPUTS))
-        if saved["cu_seqlens"] is not None:
-            call = call.at(saved["cu_seqlens"])
+        if saved_as(saved.values()) != ctx.saved_as:
+            for (name, x), made in zip(saved.items(), ctx.saved_as, strict=True):
+                if made is not None:
+                    check_saved(name, x, *made)
+        tensors = Tensors(*[saved[name] for name in _INPUTS])
+        call = call.at(saved["cu_seqlens"])
         prep = None
         if "t" in saved:
-            prep = Prep(**{name: saved[name] for name in Prep.__dataclass_fields__})
+            prep = Prep(**{name: saved[name] for name in Prep._fields})
         maps = tuple(saved[name] for name in _MAPS if name in saved)
         wanted, states = ctx.needs_input_grad, saved.get("states")
         grads = backward(tensors, prep, states, maps, do, dht, call.seqs, call, wanted, ctx.has_state)
         return (*(x if need else None for x, need in zip(grads, wanted, strict=False)), None)
+
+
+def saved_as(saved: Iterable[torch.Tensor | None]) -> list[Any]:
+    """What a tensor that comes back from autograd has in common with the one that was saved."""
+    return [x if x is None else (x.shape, x.dtype, x.device) for x in saved]
 
 
 def forward(

@@ -8,13 +8,13 @@ into a CUDA graph. `Prep` and the tapes hold images of swizzled tiles, one for e
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 import torch
 
 from cake.core import loader, state_chain, workspace
+from cake.core.launch import stream_of
 from cake.core.segments import Segments
 from cake.core.sequences import CHUNK, Sequences
 from cake.core.tables import plan_tables
@@ -41,7 +41,7 @@ def prep(
     heads, v_heads, total, device = q.shape[2], g.shape[2], seqs.total, q.device
     rows = (seqs.chunk_capacity, v_heads, CHUNK, HEAD_DIM)
     squares = (seqs.chunk_capacity, v_heads, CHUNK, CHUNK)
-    stream, library = _stream(device), _library("kda_prep")
+    stream, library = stream_of(device), _library("kda_prep")
     made = Prep(
         qg=_take("qg", rows, device),
         kg=_take("kg", rows, device),
@@ -80,7 +80,7 @@ def scan(
     _library("kda_scan").kda_scan(
         v, beta, prep.plan, seqs.n, _sequences(seqs), seqs.chunk_capacity,
         prep.qg, prep.kg, prep.kr, prep.p, prep.t, prep.last,
-        initial_state, entering, o, final_state, states, edge, _stream(v.device),
+        initial_state, entering, o, final_state, states, edge, stream_of(v.device),
     )  # fmt: skip
     return o, final_state, states
 
@@ -103,7 +103,7 @@ def adj(
     _library("kda_adj").kda_adj(
         do, beta, prep.plan, seqs.n, _sequences(seqs), seqs.chunk_capacity,
         prep.qg, prep.kg, prep.kr, prep.p, prep.t, prep.last,
-        dht, leaving, y, dh0, adj_states, edge, _stream(do.device),
+        dht, leaving, y, dh0, adj_states, edge, stream_of(do.device),
     )  # fmt: skip
     return y, adj_states, dh0
 
@@ -123,7 +123,7 @@ def transfer(
     _library("kda_transfer").kda_transfer(
         v, beta, prep.plan, seqs.n, _sequences(seqs), seqs.chunk_capacity,
         prep.qg, prep.kg, prep.kr, prep.p, prep.t, prep.last,
-        initial_state, b, m, live, least, _stream(v.device),
+        initial_state, b, m, live, least, stream_of(v.device),
     )  # fmt: skip
     return b, m, live
 
@@ -143,7 +143,7 @@ def adj_transfer(
     _library("kda_transfer").kda_adj_transfer(
         do, beta, prep.plan, seqs.n, _sequences(seqs), seqs.chunk_capacity,
         prep.qg, prep.kg, prep.kr, prep.p, prep.t, prep.last,
-        dht, b, live, least, _stream(do.device),
+        dht, b, live, least, stream_of(do.device),
     )  # fmt: skip
     return b
 
@@ -156,7 +156,7 @@ def merge(
     **options: Any,
 ) -> torch.Tensor:
     """See `cake.core.state_chain.merge`, whose arguments, result and errors these are."""
-    return state_chain.launch_merge(_merges(), ARCH, _stream(b.device), b, m, chains, n_out, **options)
+    return state_chain.launch_merge(_merges(), ARCH, stream_of(b.device), b, m, chains, n_out, **options)
 
 
 def chain(
@@ -169,7 +169,7 @@ def chain(
     adjoint: bool = False,
 ) -> torch.Tensor:
     """The states where segments meet; see `_stages`."""
-    stream = _stream(b.device)
+    stream = stream_of(b.device)
     return state_chain.launch_chain(_merges(), ARCH, stream, b, m, live, prep.plan, seqs, adjoint=adjoint)
 
 
@@ -203,7 +203,7 @@ def out(
     _library("kda_out").kda_out(
         q, k, v, g, *_gate(gate), do, y, beta, prep.plan, seqs.n, seqs.chunk_capacity,
         prep.kg, prep.t, prep.rq, prep.rk, states, adj_states, states_edge, adj_edge,
-        dq, dk, y, dbeta, dg, partials, scale, l2norm, _ctas(device.index), _stream(device),
+        dq, dk, y, dbeta, dg, partials, scale, l2norm, _ctas(device.index), stream_of(device),
     )  # fmt: skip
     return dq, dk, y, dbeta, dg, partials
 
@@ -213,7 +213,7 @@ def reduce(partials: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     v_heads, device = partials.shape[1], partials.device
     da_log = torch.empty(v_heads, dtype=torch.float32, device=device)
     dbias = torch.empty((v_heads, HEAD_DIM), dtype=torch.float32, device=device)
-    _library("kda_out").kda_reduce(partials, da_log, dbias, _stream(device))
+    _library("kda_out").kda_reduce(partials, da_log, dbias, stream_of(device))
     return da_log, dbias
 
 
@@ -231,7 +231,7 @@ def logical_prep(prep: Prep, seqs: Sequences) -> Prep:
         return chunks_first.flatten(1, 2)[:, places]
 
     shown = {name: by_token(getattr(prep, name)) for name in ("qg", "kg", "kr", "p", "t")}
-    return replace(prep, **shown)
+    return prep._replace(**shown)
 
 
 def _logical(images: torch.Tensor) -> torch.Tensor:
@@ -257,11 +257,6 @@ def _merges() -> Any:
 
 def _cut_plan(*arguments: Any) -> None:
     _library("kda_transfer").kda_cut_plan(*arguments)
-
-
-def _stream(device: torch.device) -> int:
-    # Asked of torch at every call: a stream context or the autograd thread may have another one by now.
-    return torch.cuda.current_stream(device).cuda_stream
 
 
 @lru_cache(maxsize=64)

@@ -52,7 +52,7 @@ class _UnderContext(torch.autograd.Function):
         # Only walking again needs their values.
         saved["entering"] = made.entering if call.route.tape == "inputs" else None
         if prep is not None and call.route.tape == "all":
-            saved |= {f"prep.{name}": x for name, x in vars(prep).items()}
+            saved |= {f"prep.{name}": x for name, x in prep._asdict().items()}
         ctx.call, ctx.context = call, context
         ctx.made = {name: None if x is None else (x.shape, x.dtype, x.device) for name, x in saved.items()}
         ctx.save_for_backward(*saved.values())
@@ -72,7 +72,7 @@ class _UnderContext(torch.autograd.Function):
         with running_on(x.v.device):
             if "prep.t" in saved:
                 prep: Prep | None = Prep(
-                    **{name: saved[f"prep.{name}"] for name in Prep.__dataclass_fields__}
+                    **{name: saved[f"prep.{name}"] for name in Prep._fields}
                 )
             else:
                 prep = _prepare(stages, x, call, ctx.context)

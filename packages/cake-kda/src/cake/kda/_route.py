@@ -39,6 +39,8 @@ _seen: set[Route] = set()
 def note(route: Route) -> None:
     """Makes `route` the last one and logs it if the process sees it for the first time."""
     global _last
+    if route is _last:
+        return
     _last = route
     if route not in _seen:
         _seen.add(route)

@@ -51,17 +51,15 @@ maps of each sequence; `prep` is always the whole call's.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 
-@dataclass(frozen=True)
-class Gate:
+class Gate(NamedTuple):
     """How the raw gate becomes the log decay; x = raw + bias, no decay below e^-88.
 
     Without a bound ``-exp(a_log) softplus(x)``, with one ``lower_bound sigmoid(exp(a_log) x)``.
@@ -75,8 +73,7 @@ class Gate:
     lower_bound: float | None
 
 
-@dataclass(frozen=True)
-class Prep:
+class Prep(NamedTuple):
     """What `prep` makes of a call. With b the inclusive sum over the chunk of log2(e) max(log decay, -88):
 
     qg, kg, kr: bf16 [HV, total, 128]. scale q^ 2^b, k^ 2^b and k^ 2^(b_C - b), b_C of the chunk's last token.
@@ -126,6 +123,7 @@ def backend_name(device: torch.device, requested: str | None) -> str:
     return "cuda"
 
 
+@lru_cache(maxsize=8)
 def stages(backend: str) -> ModuleType:
     """The module with the stage functions of a backend, "torch" or "cuda"."""
     return import_module(f"cake.kda._{backend}")

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from cake.core import config, cp, sequences, tracing
+from cake.core.calls import Memo, layouts
 from cake.core.checks import check_number, check_tensor
 from cake.core.launch import ALIGNMENT, is_aligned
 from cake.core.segments import cut_of_call
@@ -194,19 +195,95 @@ def chunk_kda(
             final_state = final_state.transpose(-1, -2).contiguous()
         return o, final_state
 
+    tensors = (q, k, v, g, beta, initial_state, A_log, dt_bias)
+    settings: tuple[Any, ...] = (
+        scale,
+        bool(use_qk_l2norm_in_kernel),
+        bool(use_gate_in_kernel),
+        lower_bound,
+        bool(output_final_state),
+        state_v_first,
+        variant,
+        disable_recompute,
+        recompute_state,
+        segments,
+        packing_invariant,
+        backend,
+        torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in tensors),
+    )
+    context, key = None, None
+    if cp_context is not None:
+        check_inputs(q, k, v, g, beta)
+        context = cp.of_call(cp_context, q.device)
+    elif (layout := layouts(*tensors, cu_seqlens)) is not None:
+        known = sequences.known_boundaries(cu_seqlens, cu_seqlens_cpu)
+        key = (layout, known, settings, config.stamp, torch.are_deterministic_algorithms_enabled())
+    call = None if key is None else _calls.get(key)
+    if call is None:
+        call = _call_of(*tensors, cu_seqlens, cu_seqlens_cpu, context, *settings)
+        if key is not None:
+            _calls.keep(key, call.at(None))
+    else:
+        call = call.at(cu_seqlens)
+        if (q.data_ptr() | k.data_ptr() | v.data_ptr() | g.data_ptr()) % ALIGNMENT:
+            check_alignment(("q", q), ("k", k), ("v", v), ("g", g))
+
+    if state_v_first and initial_state is not None:
+        initial_state = initial_state.transpose(-1, -2)
+    if use_beta_sigmoid_in_kernel:
+        beta = _gates.beta_sigmoid(beta, allow_neg_eigval)
+    if dt_bias is not None:
+        dt_bias = dt_bias.reshape(v.shape[2], HEAD_DIM)
+    given = _autograd.Tensors(q, k, v, g, beta, initial_state, A_log, dt_bias)
+    if context is not None:
+        return _kcp.run(given, call, context), None
+    o, final_state = _autograd.run(given, call)
+    if state_v_first and final_state is not None:
+        final_state = final_state.transpose(-1, -2).contiguous()
+    return o, final_state
+
+
+# What is known of calls by their metadata: every check has passed, and the plan is made.
+_calls: Memo[_autograd.Call] = Memo()
+
+
+def _call_of(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    a_log: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    cu_seqlens_cpu: torch.Tensor | Sequence[int] | None,
+    context: cp.Call | None,
+    scale: float,
+    l2norm: bool,
+    use_gate: bool,
+    lower_bound: float | None,
+    output_final_state: bool,
+    state_v_first: bool,
+    variant: str | None,
+    disable_recompute: bool,
+    recompute_state: bool | None,
+    segments: int | None,
+    packing_invariant: bool,
+    backend: str | None,
+    differentiable: bool,
+) -> _autograd.Call:
+    """Every check of a call, and what it is besides its tensors."""
     check_inputs(q, k, v, g, beta)
     check_alignment(("q", q), ("k", k), ("v", v), ("g", g))
     device, v_heads = q.device, v.shape[2]
-    dt_bias = _check_gate(use_gate_in_kernel, A_log, dt_bias, lower_bound, v_heads, device)
-    context = None if cp_context is None else cp.of_call(cp_context, device)
+    _check_gate(use_gate, a_log, dt_bias, lower_bound, v_heads, device)
     if context is None:
         seqs = sequences.of_call(q.shape[0], q.shape[1], device, cu_seqlens, cu_seqlens_cpu)
     else:
         seqs = context.sequences(q.shape[0], q.shape[1])
     if initial_state is not None:
         check_state(initial_state, seqs.n, v_heads, device, ("V", "K") if state_v_first else ("K", "V"))
-        if state_v_first:
-            initial_state = initial_state.transpose(-1, -2)
     route = Route(
         path="single" if context is None else context.path,
         variant=_variant(variant, context),
@@ -214,32 +291,22 @@ def chunk_kda(
         tape=_tape(disable_recompute, recompute_state),
     )
     check_readable(seqs, route.backend)
-    if context is not None and (segments not in (None, 1) or packing_invariant):
+    cut = None
+    if context is None:
+        cut = cut_of_call(seqs, v_heads, segments, packing_invariant, rates=_segments.RATES)
+    elif segments not in (None, 1) or packing_invariant:
         raise NotImplementedError("segments and packing_invariant aren't served under cp_context")
-
-    if use_beta_sigmoid_in_kernel:
-        beta = _gates.beta_sigmoid(beta, allow_neg_eigval)
-    tensors = _autograd.Tensors(q, k, v, g, beta, initial_state, A_log, dt_bias)
-    call = _autograd.Call(
+    return _autograd.Call(
         seqs=seqs,
         scale=scale,
-        l2norm=bool(use_qk_l2norm_in_kernel),
-        use_gate=bool(use_gate_in_kernel),
+        l2norm=l2norm,
+        use_gate=use_gate,
         lower_bound=lower_bound,
-        output_final_state=bool(output_final_state),
+        output_final_state=output_final_state,
         route=route,
-        differentiable=torch.is_grad_enabled()
-        and any(x is not None and x.requires_grad for x in tensors.all()),
-        segments=cut_of_call(seqs, v_heads, segments, packing_invariant, rates=_segments.RATES)
-        if context is None
-        else None,
+        differentiable=differentiable,
+        segments=cut,
     )
-    if context is not None:
-        return _kcp.run(tensors, call, context), None
-    o, final_state = _autograd.run(tensors, call)
-    if state_v_first and final_state is not None:
-        final_state = final_state.transpose(-1, -2).contiguous()
-    return o, final_state
 
 
 def kcp_chunk_kda(
