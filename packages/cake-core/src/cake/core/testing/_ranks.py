@@ -99,7 +99,7 @@ class Ranks:
     def run(self, function: Callable[..., Any], *arguments: Any, world: int | None = None) -> list[Outcome]:
         """Runs `function(group, *arguments)` on the first `world` ranks, by default on all.
 
-        `group` is the process group; None, the default one, where all ranks take part.
+        `group` is the process group; None, the default one, where all take part and have no `timeout`.
 
         Raises:
             AssertionError: a rank hasn't answered in time; all of them are killed.
@@ -155,11 +155,16 @@ def _serve(
 
     torch.set_num_threads(1)
     limit, own = (datetime.timedelta(seconds=seconds) for seconds in timeouts)
+    # To meet takes as long as the slowest process needs to start.
+    meeting = datetime.timedelta(seconds=COLLECTIVE_TIMEOUT)
     if backend == "nccl":
         torch.cuda.set_device(rank)
-    dist.init_process_group(backend, init_method=f"file://{meet}", rank=rank, world_size=size, timeout=own)
+    dist.init_process_group(
+        backend, init_method=f"file://{meet}", rank=rank, world_size=size, timeout=meeting
+    )
     dist.barrier()
     groups = [dist.new_group(list(range(n)), timeout=limit) for n in range(1, size)]
+    groups.append(None if own == meeting else dist.new_group(list(range(size)), timeout=own))
     modules: dict[str, ModuleType] = {}
     while os.getppid() == parent:
         try:
@@ -171,8 +176,7 @@ def _serve(
             file, name, world, arguments = pickle.loads(job)
             if file not in modules:
                 modules[file] = _module(file)
-            group = None if world == size else groups[world - 1]
-            value = getattr(modules[file], name)(group, *arguments)
+            value = getattr(modules[file], name)(groups[world - 1], *arguments)
             outcome = Outcome(value, None, "", time.monotonic() - started)
         except Exception as error:
             outcome = Outcome(None, type(error).__name__, traceback.format_exc(), time.monotonic() - started)
