@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cake.core import ToolchainError, toolchain
+from cake.core import ToolchainError, tables, toolchain
 from cake.core.testing.markers import pytest_configure, pytest_runtest_setup
 
 __all__ = ["pytest_configure", "pytest_runtest_setup"]
@@ -45,6 +45,7 @@ def emulate(emulator, monkeypatch):
         merge = csrc.parent / "_vendor" / "state_chain"
         monkeypatch.setattr(backend, "_library", library)
         monkeypatch.setattr(backend, "_merges", lambda: library("affine_merge", merge), raising=False)
+        monkeypatch.setattr(tables, "_capturing", lambda: True)  # torch's own answer needs CUDA
         for name in ("_stream", "stream_of"):
             monkeypatch.setattr(backend, name, lambda device: 0, raising=False)
         monkeypatch.setattr(backend, "_ctas", lambda device: 2)  # so that a persistent CTA has several chunks
