@@ -46,8 +46,7 @@ def emulate(emulator, monkeypatch):
         monkeypatch.setattr(backend, "_library", library)
         monkeypatch.setattr(backend, "_merges", lambda: library("affine_merge", merge), raising=False)
         monkeypatch.setattr(tables, "_capturing", lambda: True)  # torch's own answer needs CUDA
-        for name in ("_stream", "stream_of"):
-            monkeypatch.setattr(backend, name, lambda device: 0, raising=False)
+        monkeypatch.setattr(backend, "stream_of", lambda device: 0)
         monkeypatch.setattr(backend, "_ctas", lambda device: 2)  # so that a persistent CTA has several chunks
         monkeypatch.setattr(backend, "seed", 0, raising=False)
         monkeypatch.setattr(backend, "multiprocessors", 132, raising=False)
