@@ -14,9 +14,10 @@ import torch
 from torch.nn.functional import softplus
 
 from cake.core import config, env
+from cake.core.calls import Memo
 from cake.core.testing import Limit, assert_bitwise_equal, assert_within, error_report
 from cake.core.testing.markers import pytest_configure, pytest_runtest_setup
-from cake.gdn import chunk_gated_delta_rule, reference
+from cake.gdn import api, chunk_gated_delta_rule, reference
 
 __all__ = ["pytest_configure", "pytest_runtest_setup"]
 
@@ -78,7 +79,8 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 @pytest.fixture(autouse=True)
 def _unconfigured(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No configuration leaks into a test, or out of one."""
+    """No configuration leaks into a test, or out of one, and no plan of another one's calls."""
+    monkeypatch.setattr(api, "_calls", Memo())
     for variable in env.VARIABLES:
         if variable.name.startswith("CAKE_") and variable.name not in KEPT:
             monkeypatch.delenv(variable.name, raising=False)
