@@ -99,6 +99,7 @@ def test_a_layer_stays_whole_and_keeps_its_bits(make: Any, dynamic: bool) -> Non
         assert_same(run(step, case), run(layer, case))
 
 
+@ON_A_GPU_TOO
 def test_twenty_lengths_need_two_more_compilations_at_most(make: Any) -> None:
     counter = CompileCounterWithBackend("aot_eager")
     step = compiled(backend=counter)
@@ -161,6 +162,7 @@ def test_inductor_keeps_the_bits(make: Any) -> None:
     assert_same(found, run(whole, case))
 
 
+@ON_A_GPU_TOO
 @pytest.mark.parametrize("inside", [False, True])
 def test_autocast(make: Any, device: torch.device, inside: bool) -> None:
     case = make((70, 30), (1, 2))
@@ -175,6 +177,7 @@ def test_autocast(make: Any, device: torch.device, inside: bool) -> None:
             assert_same(run(function, case), expected)
 
 
+@ON_A_GPU_TOO
 @pytest.mark.parametrize("trace", [False, True])
 def test_a_checkpoint_replays_the_call(make: Any, trace: bool) -> None:
     def step(*tensors: torch.Tensor, cu_seqlens: torch.Tensor) -> Any:
@@ -184,6 +187,7 @@ def test_a_checkpoint_replays_the_call(make: Any, trace: bool) -> None:
     assert_same(run(compiled(step) if trace else step, case), run(layer, case))
 
 
+@ON_A_GPU_TOO
 def test_a_reentrant_checkpoint_replays_the_call(make: Any) -> None:
     case = make((70, 30), (1, 2))
     cu_seqlens = torch.tensor(case.boundaries, device=case.q.device)
