@@ -87,7 +87,7 @@ __device__ __forceinline__ float log2_decay(float raw, float bias, const Gate& g
   return fmaxf(step, kLeastGate * kLog2E);
 }
 
-// Gradients of the raw gate and, this value's share, of A_log, from that of the log decay.
+// Gradients of the raw gate and, this value's share, of A_log, from that of the log decay. No branch, as in Softplus.
 struct GateGradient {
   float raw, a_log;
 };
@@ -97,15 +97,14 @@ __device__ __forceinline__ GateGradient gate_backward(float raw, float bias, flo
   if (gate.kind == GateKind::kStandard) {
     const Softplus softplus(x);
     const float g = -ex2(gate.rate + softplus.log2);
-    if (!(g > kLeastGate)) return {0.f, 0.f};
-    const float weighted = g * d_log;
+    const float weighted = g > kLeastGate ? g * d_log : 0.f;
     return {x < kLinearBelow ? weighted : weighted * softplus.sigmoid * rcp(softplus.value), weighted};
   }
   if (gate.kind == GateKind::kBounded) {
     const float u = fminf(fmaxf(gate.rate * x, -kSaturated), kSaturated);
     const float y = ex2(-fabsf(u) * kLog2E), s = rcp(1.f + y);  // sigmoid(|u|); sigmoid(-|u|) = y s
-    if (!(gate.bound * (u < 0.f ? y * s : s) > kLeastGate)) return {0.f, 0.f};
-    const float slope = gate.bound * y * s * s * d_log;
+    const bool counts = gate.bound * (u < 0.f ? y * s : s) > kLeastGate;
+    const float slope = counts ? gate.bound * y * s * s * d_log : 0.f;
     return {slope * gate.rate, slope * u};
   }
   return {d_log, 0.f};

@@ -296,8 +296,8 @@ static __global__ void __launch_bounds__(kPrepThreads, kPrepCtasPerSm)
   extern __shared__ __align__(1024) uint8_t raw[];
   PrepShared& s = *reinterpret_cast<PrepShared*>(raw);
   const int index = blockIdx.x / args.v_heads, v_head = blockIdx.x % args.v_heads, head = v_head / args.group;
+  const Chunk chunk = args.plan.chunk(index);  // both reads at once
   if (index >= args.plan.chunk_count()) return;  // capacity is an upper bound when boundaries are on the device
-  const Chunk chunk = args.plan.chunk(index);
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
   const int tokens = args.plan.tokens_per_batch;
   const int64_t image = int64_t(index) * args.v_heads + v_head;

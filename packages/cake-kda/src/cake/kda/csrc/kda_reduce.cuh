@@ -2,7 +2,7 @@
 // column, then a tree over them.
 #pragma once
 
-#include "kda_out.cuh"
+#include "kda_out_shared.cuh"
 
 namespace cake::kda {
 
