@@ -368,3 +368,18 @@ def test_an_arm_without_a_backward_is_checked_and_timed_forward():
         )
     ).run()
     assert rows_of(wrong, arm="theirs") == []
+
+
+def test_kernels_of_known_work_say_what_they_reach():
+    def kernel_work(shape, name):
+        return Work(flops=4e9, nbytes=3e6) if name == "scan" else None
+
+    ceilings = Ceilings(nbytes_per_s=4e9, flops_per_s=8e12)
+    op_bench = bench(arm(), arm("other", peer=True), kernel_work=kernel_work)
+    results = runner(op_bench, passes=("bwd",), ceilings=ceilings).run()
+    scan, prep = (entry for entry in results.kernels if entry["arm"] == "own")
+    # Two launches in 3 ms: 1.5 ms each, of which the bytes need 0.75 and the products 0.5.
+    assert (scan["bytes"], scan["flops"]) == (3e6, 4e9)
+    assert (scan["of_copy"], scan["of_matmul"]) == (0.5, pytest.approx(1 / 3, abs=1e-4))
+    assert "bytes" not in prep
+    assert not any("bytes" in entry for entry in results.kernels if entry["arm"] == "other")

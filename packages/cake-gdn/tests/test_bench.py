@@ -10,7 +10,7 @@ import torch
 from cake.core.bench import CEILINGS, Bench
 from cake.core.cli import main
 from cake.core.testing import assert_bitwise_equal
-from cake.gdn.bench import BENCH, SHAPES, chunks, inputs, work
+from cake.gdn.bench import BENCH, SHAPES, chunks, inputs, kernel_work, work
 
 CPU = torch.device("cpu")
 H200 = CEILINGS["NVIDIA H200"]
@@ -142,3 +142,26 @@ def test_ranks_are_timed_beside_one(tmp_path, capsys):
     assert [check["arm"] for check in found["checks"]] == list(arms)[1:]
     assert (found["header"]["world_size"], found["header"]["layouts"]) == (2, ["contiguous", "zigzag"])
     assert "cake-det x2 zigzag" in capsys.readouterr().out
+
+
+KERNELS = {
+    "cake::gdn::prep_kernel(cake::gdn::PrepArgs)": (0.11, 0.02),
+    "void cake::gdn::scan_kernel<true, false>(cake::gdn::WalkArgs)": (0.30, 0.28),
+    "void cake::gdn::scan_kernel<true, true>(cake::gdn::WalkArgs)": (0.48, 0.28),
+    "void cake::gdn::scan_kernel<false, true>(cake::gdn::WalkArgs)": (0.36, 0.16),
+    "cake::gdn::adj_kernel(cake::gdn::WalkArgs)": (0.48, 0.28),
+    "cake::gdn::out_kernel(cake::gdn::OutArgs)": (0.925, 0.49),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_each_kernels_work_agrees_with_hand_counts(name):
+    found = kernel_work(BENCH.shape("M"), name)
+    assert found is not None
+    byte_ms, flop_ms = KERNELS[name]
+    assert found.nbytes / H200.nbytes_per_s * 1e3 == pytest.approx(byte_ms, abs=0.01)
+    assert found.flops / H200.flops_per_s * 1e3 == pytest.approx(flop_ms, abs=0.01)
+
+
+def test_what_depends_on_values_has_no_work():
+    assert kernel_work(BENCH.shape("M"), "cake::gdn::transfer_kernel(cake::gdn::TransferArgs)") is None

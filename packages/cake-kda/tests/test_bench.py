@@ -12,7 +12,7 @@ import torch
 from cake.core.bench import CEILINGS, Bench
 from cake.core.cli import main
 from cake.core.testing import assert_bitwise_equal, relative_error
-from cake.kda.bench import BENCH, SHAPES, bounded, chunks, inputs, work
+from cake.kda.bench import BENCH, SHAPES, bounded, chunks, inputs, kernel_work, work
 
 CPU = torch.device("cpu")
 H200 = CEILINGS["NVIDIA H200"]
@@ -162,3 +162,27 @@ def test_ranks_are_timed_beside_one(tmp_path):
     assert set(check["errors"]) == {"output0", "dq", "dk", "dv", "dg", "dbeta", "dA_log", "ddt_bias"}
     assert check["passed"]
     assert 0 < max(check["errors"].values()) < BENCH.limit
+
+
+KERNELS = {
+    "void cake::kda::prep_kernel<...>(cake::kda::PrepArgs)": (0.44, 0.03),
+    "void cake::kda::scan_kernel<1, true, false>(cake::kda::WalkArgs)": (0.38, 0.17),
+    "void cake::kda::scan_kernel<2, true, true>(cake::kda::WalkArgs)": (0.50, 0.17),
+    "void cake::kda::scan_kernel<2, false, true>(cake::kda::WalkArgs)": (0.35, 0.11),
+    "void cake::kda::adj_kernel<2>(cake::kda::WalkArgs)": (0.50, 0.17),
+    "cake::kda::out_kernel(cake::kda::OutArgs)": (0.90, 0.3),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_each_kernels_work_agrees_with_hand_counts(name):
+    found = kernel_work(BENCH.shape("h64-1x16384"), name)
+    assert found is not None
+    byte_ms, flop_ms = KERNELS[name]
+    assert found.nbytes / H200.nbytes_per_s * 1e3 == pytest.approx(byte_ms, abs=0.01)
+    assert found.flops / H200.flops_per_s * 1e3 == pytest.approx(flop_ms, abs=0.01)
+
+
+def test_what_depends_on_values_has_no_work():
+    name = "void cake::kda::transfer_kernel<1>(cake::kda::TransferArgs)"
+    assert kernel_work(BENCH.shape("h64-1x16384"), name) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -15,7 +16,7 @@ from cake.gdn import reference
 from cake.gdn.plan import CHUNK, HEAD_DIM
 from cake.gdn.spec import SPEC
 
-__all__ = ["BENCH", "SHAPES", "chunks", "inputs", "work"]
+__all__ = ["BENCH", "SHAPES", "chunks", "inputs", "kernel_work", "work"]
 
 _RL = (3339, 2802, 1340, 263)
 _M = (12000, 9000, 6000, 3768, 2000)
@@ -210,6 +211,39 @@ def work(shape: Shape, which: Pass, mode: str | None) -> Work:
     return Work(flops=flops, nbytes=nbytes)
 
 
+# A walk, and whether it writes an output and states: the adjoint always does.
+_WALK = re.compile(r"(?:scan_kernel<(?P<output>\w+), (?P<states>\w+)|adj_kernel)")
+
+
+def kernel_work(shape: Shape, name: str) -> Work | None:
+    """The least work of one launch of a kernel: each of its tensors moved once, and its products.
+
+    Products as in `work`: prep makes m / G and the inverse, the walks 3 b + 2 m + m / G (2 b + m without the
+    output), out 5 b + 5 m. What a pre-scan of segments does depends on the decay, so it has none.
+    """
+    heads, v_heads = shape.heads
+    b, m = 2 * CHUNK * HEAD_DIM * HEAD_DIM, 2 * CHUNK * CHUNK * HEAD_DIM
+    qk, v = 2 * 2 * shape.tokens * heads * HEAD_DIM, 2 * shape.tokens * v_heads * HEAD_DIM
+    # What prep makes (T bf16, b fp32, both norms) and beta; a state for each chunk but a sequence's first.
+    inverses = 2 * shape.tokens * v_heads * CHUNK
+    prepared = inverses + 4 * shape.tokens * (v_heads + 2 * heads)
+    beta = 4 * shape.tokens * v_heads
+    tape = 2 * v_heads * (chunks(shape) - sum(x > 0 for x in shape.lengths)) * HEAD_DIM * HEAD_DIM
+    read = qk + v + prepared + beta
+    if "prep_kernel" in name:
+        per_v_head, per_head, nbytes = 0.36e6, m, qk + 2 * beta + prepared
+    elif walk := _WALK.search(name):
+        output, states = (x != "false" for x in walk.groups())
+        per_v_head, per_head = (3 * b + 2 * m, m) if output else (2 * b + m, 0)
+        nbytes = read + (v if output else -qk // 2) + (tape if states else 0)
+    elif "out_kernel" in name:
+        # q, k, v, do, y, both tapes and what prep made; dq, dk, dv, dbeta and dg.
+        per_v_head, per_head, nbytes = 5 * b + 5 * m, 0, 2 * qk + 4 * v + prepared + 3 * beta + 2 * tape
+    else:
+        return None
+    return Work(flops=chunks(shape) * (v_heads * per_v_head + heads * per_head), nbytes=nbytes)
+
+
 BENCH = Bench(
     op=SPEC.name,
     shapes=SHAPES,
@@ -229,6 +263,7 @@ BENCH = Bench(
     ),
     inputs=inputs,
     work=work,
+    kernel_work=kernel_work,
     reference=_truth,
     reference_tokens=8192,
     distributions=("flash-linear-attention", "fla-core", "flash-qla", "tilelang"),

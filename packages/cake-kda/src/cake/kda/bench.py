@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ from cake.kda._gates import log_decay, log_decay_backward
 from cake.kda._stages import Gate
 from cake.kda.spec import SPEC
 
-__all__ = ["BENCH", "BOUND", "SHAPES", "bounded", "chunks", "inputs", "work"]
+__all__ = ["BENCH", "BOUND", "SHAPES", "bounded", "chunks", "inputs", "kernel_work", "work"]
 
 HEAD_DIM = 128
 #: The lower bound of Kimi's bounded gate.
@@ -212,6 +213,42 @@ def work(shape: Shape, which: Pass, mode: str | None) -> Work:
     return Work(flops=chunks(shape) * v_heads * per_head, nbytes=nbytes)
 
 
+# A walk, and whether it writes an output and states: the adjoint always does.
+_WALK = re.compile(r"(?:scan_kernel<\d+, (?P<output>\w+), (?P<states>\w+)|adj_kernel)")
+
+
+def kernel_work(shape: Shape, name: str) -> Work | None:
+    """The least work of one launch of a kernel: each of its tensors moved once, and its products.
+
+    Products as in `work`: prep makes both decayed products of tokens and the inverse, the walks 3 b + 2 m
+    (2 b + m without the output), out 4 b + 3 m and four decayed products. What a pre-scan of segments does
+    depends on the decay, so it has none.
+    """
+    heads, v_heads = shape.heads
+    b, m = 2 * CHUNK * HEAD_DIM * HEAD_DIM, 2 * CHUNK * CHUNK * HEAD_DIM
+    pairs = 10 / 16 * m
+    qk, v = 2 * 2 * shape.tokens * heads * HEAD_DIM, 2 * shape.tokens * v_heads * HEAD_DIM
+    beta = 2 * shape.tokens * v_heads
+    # What prep makes: three decayed rows, P and T bf16, and the chunk's decay; a state for each chunk but a
+    # sequence's first.
+    squares = 2 * shape.tokens * v_heads * CHUNK
+    prepared = 3 * v + 2 * squares + 4 * chunks(shape) * v_heads * HEAD_DIM
+    tape = 2 * v_heads * (chunks(shape) - sum(x > 0 for x in shape.lengths)) * HEAD_DIM * HEAD_DIM
+    if "prep_kernel" in name:
+        products, nbytes = 2 * pairs + 0.36e6, qk + v + beta + prepared
+    elif walk := _WALK.search(name):
+        output, states = (x != "false" for x in walk.groups())
+        products = 3 * b + 2 * m if output else 2 * b + m
+        # Without an output neither Q nor P is read.
+        nbytes = prepared + v + beta + (v if output else -v - squares) + (tape if states else 0)
+    elif "out_kernel" in name:
+        # q, k, v, the raw gate, do, y, T and both tapes; dq, dk, dv, the gate's gradient and dbeta.
+        products, nbytes = 4 * b + 3 * m + 4 * pairs, 2 * qk + 6 * v + squares + 3 * beta + 2 * tape
+    else:
+        return None
+    return Work(flops=chunks(shape) * v_heads * products, nbytes=nbytes)
+
+
 BENCH = Bench(
     op=SPEC.name,
     shapes=SHAPES,
@@ -231,6 +268,7 @@ BENCH = Bench(
     ),
     inputs=inputs,
     work=work,
+    kernel_work=kernel_work,
     reference=_truth,
     reference_tokens=8192,
     distributions=("flash-linear-attention", "fla-core", "flash-kda"),

@@ -95,6 +95,10 @@ class Ceilings:
     nbytes_per_s: float
     flops_per_s: float
 
+    def fractions(self, work: Work, ms: float) -> tuple[float, float]:
+        """What a kernel that does `work` in `ms` milliseconds reaches of the copy's and the matmul's rate."""
+        return 1e3 * work.nbytes / ms / self.nbytes_per_s, 1e3 * work.flops / ms / self.flops_per_s
+
     def floor_ms(self, *work: Work) -> float:
         """Milliseconds below which works that run one after the other can't go: the larger term of each."""
         seconds = [max(w.flops / self.flops_per_s, w.nbytes / self.nbytes_per_s) for w in work]
@@ -116,6 +120,9 @@ class Bench:
     inputs: Callable[[Shape, torch.device, int], Inputs]
     #: ``work(shape, pass, mode)`` of the passes fwd, fwd_train and bwd, for the floor.
     work: Callable[[Shape, Pass, str | None], Work] | None = None
+    #: ``kernel_work(shape, name)`` of one launch of a kernel of the op's own, by the name that the profiler
+    #: gives it; None for one whose work depends on values, or that isn't the op's.
+    kernel_work: Callable[[Shape, str], Work | None] | None = None
     #: The true outputs and gradients: ``output0``, ..., and ``d<name>`` of each tensor that requires one.
     #: Where the shape is small enough every arm is checked against them; elsewhere against the first arm.
     reference: Callable[[Inputs], Mapping[str, torch.Tensor]] | None = None

@@ -52,7 +52,8 @@ class Results:
     """What was found. ``rows``, ``kernels`` and ``checks`` are ready for JSON."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
-    #: Device time by kernel name: op, shape, pass, arm, mode, name, calls, gpu_ms.
+    #: Device time by kernel name: op, shape, pass, arm, mode, name, calls, gpu_ms. Of the op's own, where the
+    #: work is known, also bytes and flops of a launch and what it reaches of the copy's and the matmul's rate.
     kernels: list[dict[str, Any]] = field(default_factory=list)
     #: Errors between arms: op, shape, arm, mode, against, errors by tensor, limit, passed.
     checks: list[dict[str, Any]] = field(default_factory=list)
@@ -160,7 +161,8 @@ class Runner:
                 if measurement.unprofiled is not None:
                     why = describe(measurement.unprofiled)
                     self._note(f"{shape.name}, {which}: {contender} could not be profiled: {why}")
-                record(self.results, self._bench.op, shape, which, contender.arm.name, measurement)
+                name = contender.arm.name
+                record(self.results, self._bench, shape, which, name, measurement, self._ceilings)
         if self._ceilings is not None and self._bench.work is not None:
             self.results.rows += floor_rows(self._bench, shape, self._plan, self._ceilings)
 
@@ -251,14 +253,19 @@ class Runner:
 
 def record(
     results: Results,
-    op: str,
+    bench: Bench,
     shape: Shape,
     which: Pass,
     arm: str,
     measurement: Measurement,
+    ceilings: Ceilings | None = None,
     **more: Any,
 ) -> None:
-    """Add the row of a measurement, with `more` fields, and its device time by kernel."""
+    """Add the row of a measurement, with `more` fields, and its device time by kernel.
+
+    With `ceilings` also what is known of the work of the op's own kernels.
+    """
+    op, own = bench.op, not measurement.contender.arm.peer
     contender = measurement.contender
     mode = None if which == "fwd" else contender.mode
     made = row(
@@ -285,8 +292,24 @@ def record(
                 "name": name,
                 "calls": calls,
                 "gpu_ms": ms,
+                **(_work_of(bench, shape, name, calls, ms, ceilings) if own and ceilings is not None else {}),
             }
         )
+
+
+def _work_of(
+    bench: Bench, shape: Shape, name: str, calls: int, ms: float, ceilings: Ceilings
+) -> dict[str, float]:
+    work = None if bench.kernel_work is None or not ms else bench.kernel_work(shape, name)
+    if work is None:
+        return {}
+    copy, matmul = ceilings.fractions(work, ms / calls)
+    return {
+        "bytes": work.nbytes,
+        "flops": work.flops,
+        "of_copy": round(copy, 4),
+        "of_matmul": round(matmul, 4),
+    }
 
 
 def row(

@@ -202,7 +202,7 @@ class SpreadRunner:
                     why = describe(measurement.unprofiled)
                     self._note(f"{shape.name}, {which}: {name} could not be profiled: {why}")
                 more = {"world_size": 1 if layout is None else self._world, "layout": layout}
-                record(self.results, self._bench.op, shape, which, name, measurement, **more)
+                record(self.results, self._bench, shape, which, name, measurement, None, **more)
 
     def _arm(self, name: str, layout: str | None) -> str:
         return name if layout is None else f"{name} x{self._world} {layout}"
