@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from cake.core.bench import CpuMeter, CudaMeter, meter
+from cake.core.bench._floor import host_floor
 from cake.core.bench._meter import device_activities
 
 
@@ -39,6 +40,21 @@ def test_cpu_meter_measures_the_run_alone():
     assert cpu.kernels(lambda: None, lambda state: None) is None
     assert cpu.peak_bytes(lambda: None, lambda state: None) is None
     cpu.synchronize()
+
+
+def test_host_floor_runs_an_empty_node_both_ways():
+    class Counting(CpuMeter):
+        ran = 0
+
+        def sample(self, prepare, run):
+            assert run(prepare()) is not None
+            self.ran += 1
+            return 1.0, float(self.ran)
+
+    meter = Counting()
+    # Three of five are untimed: of the forward 4 and 5 count, then 9 and 10.
+    assert host_floor(meter, torch.device("cpu"), samples=2) == {"fwd_train": 4.5, "fwd+bwd": 9.5}
+    assert host_floor(CpuMeter(), torch.device("cpu"), samples=1) == {}
 
 
 @pytest.mark.gpu

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cake.core import provenance, registry
+from cake.core.bench._floor import host_floor
+from cake.core.bench._meter import CudaMeter
 from cake.core.bench._model import PASSES, Bench
 from cake.core.bench._runner import Plan, Results
 
@@ -50,6 +52,7 @@ def header(bench: Bench, plan: Plan, device: torch.device, commit: str | None = 
         "cuda": torch.version.cuda,
         "versions": dict(sorted(found.items())),
         "kernels": provenance.kernel_hash(spec),
+        "host_floor_us": host_floor(CudaMeter(device), device) if device.type == "cuda" else {},
         "commit": commit or git_commit(),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": " ".join(["cake", *sys.argv[1:]]),
@@ -62,6 +65,7 @@ def header(bench: Bench, plan: Plan, device: torch.device, commit: str | None = 
             "wall_ms": "CUDA events around the eager call (a CPU: host clock), L2 flushed and device idle "
             "before each sample, arms in turn, median",
             "host_us": "time until the eager call returns, same samples, median",
+            "host_floor_us": "host_us of an autograd node of five inputs that launches nothing",
             "peak_bytes": "most device memory in use during the pass beyond the inputs (bwd: with the tape)",
             "saved_bytes": "memory that the forward saves for the backward beyond the inputs",
         },

@@ -53,7 +53,7 @@ class Results:
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     #: Device time by kernel name: op, shape, pass, arm, mode, name, calls, gpu_ms. Of the op's own, where the
-    #: work is known, also bytes and flops of a launch and what it reaches of the copy's and the matmul's rate.
+    #: work is known, also bytes and flops of a launch and its part of the copy's and the matmul's rate.
     kernels: list[dict[str, Any]] = field(default_factory=list)
     #: Errors between arms: op, shape, arm, mode, against, errors by tensor, limit, passed.
     checks: list[dict[str, Any]] = field(default_factory=list)
