@@ -33,8 +33,10 @@ def host_floor(meter: Meter, device: torch.device, samples: int = 15) -> dict[st
     inputs = [torch.zeros(1, device=device, requires_grad=True) for _ in range(INPUTS)]
     gradient = torch.zeros(1, device=device)
 
+    apply: Any = _Nothing.apply
+
     def forward(_: Any) -> Any:
-        return _Nothing.apply(*inputs)
+        return apply(*inputs)
 
     def both(_: Any) -> Any:
         return torch.autograd.grad(forward(None), inputs, gradient)
