@@ -113,15 +113,15 @@ def test_sources_are_not_the_registrys_own(toy: Any) -> None:
 
 def test_release_asks_what_is_imported_and_only_that(monkeypatch: pytest.MonkeyPatch, op: Any) -> None:
     asked: list[str] = []
-    for name, result in (("workspace", 12), ("loader", None), ("_prebuild", None)):
+    for name, result in (("workspace", 12), ("tables", None), ("loader", None), ("_prebuild", None)):
         module = ModuleType(name)
         module.release = lambda name=name, result=result: asked.append(name) or result  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, f"cake.core.{name}", module)
     config.configure(op.args())
     assert hooks.release() == 12
-    assert asked == ["workspace", "loader", "_prebuild"]
+    assert asked == ["workspace", "tables", "loader", "_prebuild"]
     assert config.variant(op.name) == "fast"  # the configuration is not memory
-    for name in ("workspace", "loader", "_prebuild"):
+    for name in ("workspace", "tables", "loader", "_prebuild"):
         monkeypatch.delitem(sys.modules, f"cake.core.{name}")
     assert hooks.release() == 0
 

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 __all__ = ["SOURCES", "add_arguments", "configure", "release", "validate_args"]
 
-_HOLDERS = ("workspace", "loader", "_prebuild")
+_HOLDERS = ("workspace", "tables", "loader", "_prebuild")
 
 
 def release() -> int:
-    """Give back what cake keeps between calls: the workspace pool, and what was loaded and prebuilt.
+    """Give back what cake keeps between calls: the workspace pool, tables, and what was loaded and prebuilt.
 
     Libraries stay loaded in the process and stay in the cache. The configuration stays as it is.
 
