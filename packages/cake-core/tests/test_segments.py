@@ -68,6 +68,13 @@ def test_walks_of_two_processors():
     assert segments.plan((256,) * 4, 4, rates=half) != (1, 1, 1, 1)
 
 
+def test_walks_that_share_the_memory():
+    full = segments.Cost(full=8 * segments.COST.scan)
+    work = 100 * 4 * full.full // 16
+    assert segments.cost((100,), (1,), 4, 16, full) == 2 * work  # the walks themselves would take half of it
+    assert segments.cost((100,), (1,), 1, 16, full) == segments.cost((100,), (1,), 1, 16)
+
+
 def test_how_a_call_is_cut():
     seqs = packed((0, 32768), 32768)
     assert segments.cut_of_call(seqs, 8, None, False).n == 16

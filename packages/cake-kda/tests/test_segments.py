@@ -223,10 +223,14 @@ class TestPlan:
         return planner.cut_of_call(seqs, heads, None, False, rates=_segments.RATES)
 
     def test_long_sequences_of_few_heads_are_cut(self):
-        assert self.plan((16384,) * 4, 4).n >= 16
+        # A snapshot: a change of any of these is a change of bits.
+        assert self.plan((16384,) * 4, 4).n == 12
+        assert self.plan((32768,), 2).n == 16
+        assert self.plan((8192,), 16).n == 3
 
     def test_a_full_gpu_is_left_alone(self):
         assert self.plan((4096,) * 8, 64) is None
+        assert self.plan((16384,), 64) is None
 
     def test_by_default(self, make, call, cut_from, monkeypatch, assert_accurate):
         made = []

@@ -62,6 +62,7 @@ class Cost:
         takes (`cake.core.state_chain`); half of these too.
     half: where walks take two processors each if there are enough of them, percent of a chunk's time that it
         takes then, at least 50; 0 where they don't.
+    full: of one chunk of one head in the walks, where every processor walks: they share the memory.
     """
 
     start: int = 14000
@@ -73,6 +74,7 @@ class Cost:
     merge: int = 4500
     merge_octet: int = 800
     half: int = 0
+    full: int = 0
 
 
 COST = Cost()
@@ -337,16 +339,17 @@ def cost(counts: Sequence[int], cuts: Sequence[int], heads: int, processors: int
         long_adjoints = max(longer - 1, 0)
         adjoints += [(size + 1, long_adjoints * heads), (size, (segments - 1 - long_adjoints) * heads)]
     total = 0
-    for items, rate in (
-        (walks, rates.scan),
-        (walks, rates.adjoint),
-        (maps, rates.transfer // 2),
-        (adjoints, rates.adjoint_transfer // 2),
+    shared = sum(counts) * heads * rates.full // processors
+    for items, rate, least in (
+        (walks, rates.scan, shared),
+        (walks, rates.adjoint, shared),
+        (maps, rates.transfer // 2, 0),
+        (adjoints, rates.adjoint_transfer // 2, 0),
     ):
         if rates.half and 2 * sum(count for _, count in items) <= processors:
             items, rate = [(chunks, 2 * count) for chunks, count in items], rate * rates.half // 100
         if items:
-            total += makespan(items, processors, rates.start, rate)
+            total += max(makespan(items, processors, rates.start, rate), least)
     if steps:
         octets = 1 if chains <= 8 else 2 if chains <= 16 else 4 if chains <= 33 else 8
         total += 2 * (rates.merge_start + steps * ((rates.merge + octets * rates.merge_octet) // 2))

@@ -6,4 +6,4 @@ from cake.core.segments import Cost
 
 __all__ = ["RATES"]
 
-RATES = Cost(scan=3400, adjoint=3400, transfer=2400, adjoint_transfer=2800, half=60)
+RATES = Cost(scan=2800, adjoint=2700, transfer=2000, adjoint_transfer=2200, half=50, full=4400)
