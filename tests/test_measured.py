@@ -23,7 +23,7 @@ def test_documents_say_what_was_measured():
 
 
 def test_a_stale_table_is_found_and_mended(tmp_path):
-    benchmarks = ("packages/cake-gdn/benchmarks", "packages/cake-kda/benchmarks")
+    benchmarks = [f"packages/cake-{name}/benchmarks" for name in ("core", "gdn", "kda")]
     for name in ("README.md", "docs", "tools", *benchmarks):
         source, target = ROOT / name, tmp_path / name
         for path in [source] if source.is_file() else source.rglob("*"):

@@ -26,6 +26,7 @@ GDN = ROOT / "packages" / "cake-gdn" / "benchmarks" / "results" / "h200.json"
 # An earlier version's run beside FlashQLA: where its figures come from.
 BESIDE_FLASHQLA = GDN.with_name("h200-flashqla.json")
 KDA = ROOT / "packages" / "cake-kda" / "benchmarks" / "results" / "h200.json"
+FLA_TESTS = ROOT / "packages" / "cake-core" / "benchmarks" / "results" / "fla-tests.json"
 MARK = re.compile(r"<!-- measured (\S+) -->\n.*?<!-- /measured -->", re.DOTALL)
 # Part of a kernel's name: what the documents call it.
 STAGES = {
@@ -179,6 +180,42 @@ def repeat(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def ranks(results: dict[str, Any]) -> str:
+    """Packs over several GPUs beside one, det with the tape saved."""
+    lines = [
+        "| heads (H, HV) | tokens of the documents | GPUs | layout | fwd, wall | fwd+bwd, GPU | wall "
+        "| one GPU's wall over it |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name in dict.fromkeys(row["shape"] for row in results["rows"]):
+        here = {"shape": name, "mode": "save", "pass": "fwd+bwd"}
+        alone = rows(results, **here, world_size=1, arm="cake-det")[0]
+        for row in [alone, *(x for x in rows(results, **here) if x["arm"].startswith("cake-det x"))]:
+            figures = [
+                cell(results, "wall_ms", shape=name, arm=row["arm"], **{"pass": "fwd"}),
+                *(cell(results, field, **here, arm=row["arm"]) for field in ("gpu_ms", "wall_ms")),
+                f"{alone['wall_ms'] / row['wall_ms']:.2f}",
+            ]
+            heads = f"({row['heads'][0]}, {row['heads'][1]})"
+            where = f"{row['world_size']} | {row['layout'] or ''}"
+            lines.append(f"| {heads} | {documents_of(row['lengths'])} | {where} | {' | '.join(figures)} |")
+    return "\n".join(lines)
+
+
+def fla_tests(results: dict[str, Any]) -> str:
+    """What became of flash-linear-attention's own tests, and why calls were handed back."""
+    lines = ["| run | op | tests | passed | refused | failed | skipped |", "|---|---|---|---|---|---|---|"]
+    for name, ops in results["runs"].items():
+        for op, found in ops.items():
+            counts = (found[key] for key in ("tests", "passed", "refused", "failed", "skipped"))
+            lines.append(f"| {name} | {op} | {' | '.join(map(str, counts))} |")
+    lines += ["", "| run | op | refused with | tests |", "|---|---|---|---|"]
+    for name, ops in results["runs"].items():
+        for op, found in ops.items():
+            lines += [f"| {name} | {op} | {why} | {count} |" for why, count in found["reasons"].items()]
+    return "\n".join(lines)
+
+
 TABLES: dict[str, tuple[Path, Callable[[dict[str, Any]], str]]] = {
     "gdn-shapes": (GDN, shapes),
     "gdn-stages": (GDN, stages),
@@ -187,9 +224,13 @@ TABLES: dict[str, tuple[Path, Callable[[dict[str, Any]], str]]] = {
     "gdn-segments": (GDN, segments),
     "kda-shapes": (KDA, kda_shapes),
     "kda-stages": (KDA, partial(stages, shape="h64-1x16384")),
+    "gdn-ranks": (GDN.with_name("h200-ranks.json"), ranks),
+    "kda-ranks": (KDA.with_name("h200-ranks.json"), ranks),
+    "fla-tests": (FLA_TESTS, fla_tests),
 }
 
 
+UNMEASURED = "No results of it are committed."
 #: Picture: the results that it shows.
 PICTURES: dict[Path, Path] = {ROOT / "docs" / "gdn-h200.png": GDN}
 
@@ -199,7 +240,8 @@ def rendered(text: str) -> str:
 
     def table(match: re.Match[str]) -> str:
         path, make = TABLES[match[1]]
-        return f"<!-- measured {match[1]} -->\n{make(json.loads(path.read_text()))}\n<!-- /measured -->"
+        found = make(json.loads(path.read_text())) if path.is_file() else UNMEASURED
+        return f"<!-- measured {match[1]} -->\n{found}\n<!-- /measured -->"
 
     return MARK.sub(table, text)
 
