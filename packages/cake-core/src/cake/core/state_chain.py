@@ -241,6 +241,12 @@ def launch_merge(
     return out
 
 
+@lru_cache(maxsize=64)
+def _tables_of(segments: Segments, adjoint: bool) -> tuple[tuple[array[int], int], ...]:
+    # Found by identity: a plan is made once for calls that are alike, and its chains are many numbers.
+    return tables(segments.adjoint_chains if adjoint else segments.chains)
+
+
 def launch_chain(
     library: Any,
     arch: str,
@@ -254,10 +260,13 @@ def launch_chain(
     adjoint: bool = False,
 ) -> torch.Tensor:
     """`chain` by the kernel; `plan` holds the tables that segments which were cut on the device need."""
-    if not isinstance(segments, UnseenSegments):
-        chains = segments.adjoint_chains if adjoint else segments.chains
-        return launch_merge(library, arch, stream, b, m, chains, segments.n, live=live, transposed=adjoint)
     states = torch.empty_like(b)
+    if not isinstance(segments, UnseenSegments):
+        parts = _tables_of(segments, adjoint)
+        width = columns_per_block(sum(count for _, count in parts) * b.shape[1], b.shape[3], arch)
+        for table, count in parts:
+            library.affine_merge(b, m, live, states, table.buffer_info()[0], count, width, adjoint, stream)
+        return states
     width = columns_per_block(segments.whole.n * b.shape[1], b.shape[3], arch)
     library.affine_merge_runs(
         b, m, live, states, plan, segments.n, segments.chunk_capacity, segments.whole.n, width, adjoint,

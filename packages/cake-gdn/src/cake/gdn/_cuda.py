@@ -14,7 +14,7 @@ import torch
 
 from cake.core import loader, state_chain, workspace
 from cake.core.launch import stream_of
-from cake.core.segments import Segments, UnseenSegments
+from cake.core.segments import Segments
 from cake.core.tables import plan_tables
 from cake.gdn._stages import Prep
 from cake.gdn.plan import CHUNK, HEAD_DIM, Sequences
@@ -155,21 +155,10 @@ def merge(
     m: torch.Tensor,
     chains: Sequence[Sequence[state_chain.Step]],
     n_out: int,
-    *,
-    live: torch.Tensor | None = None,
-    transposed: bool = False,
-    columns: int | None = None,
-    out: torch.Tensor | None = None,
+    **options: Any,
 ) -> torch.Tensor:
     """See `cake.core.state_chain.merge`, whose arguments, result and errors these are."""
-    state_chain.check(b, m, chains, n_out, live, columns)
-    if out is None:
-        out = b.new_empty((n_out, *b.shape[1:]))
-    width = state_chain.columns_per_block(len(chains) * b.shape[1], b.shape[3], ARCH, columns)
-    library, stream = _merges(), stream_of(b.device)
-    for table, count in state_chain.tables(tuple(map(tuple, chains))):
-        library.affine_merge(b, m, live, out, table.buffer_info()[0], count, width, transposed, stream)
-    return out
+    return state_chain.launch_merge(_merges(), ARCH, stream_of(b.device), b, m, chains, n_out, **options)
 
 
 def chain(
@@ -182,16 +171,8 @@ def chain(
     adjoint: bool = False,
 ) -> torch.Tensor:
     """The states where segments meet; see `_stages`."""
-    if not isinstance(seqs, UnseenSegments):
-        chains = seqs.adjoint_chains if adjoint else seqs.chains
-        return merge(b, m, chains, seqs.n, live=live, transposed=adjoint)
-    states = torch.empty_like(b)
-    width = state_chain.columns_per_block(seqs.whole.n * b.shape[1], b.shape[3], ARCH)
-    _merges().affine_merge_runs(
-        b, m, live, states, prep.plan, seqs.n, seqs.chunk_capacity, seqs.whole.n, width, adjoint,
-        stream_of(b.device),
-    )  # fmt: skip
-    return states
+    stream = stream_of(b.device)
+    return state_chain.launch_chain(_merges(), ARCH, stream, b, m, live, prep.plan, seqs, adjoint=adjoint)
 
 
 def out(
