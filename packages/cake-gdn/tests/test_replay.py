@@ -195,7 +195,7 @@ class TestRoute:
 
     def test_one_line_for_each_new_route(self, layer, caplog, monkeypatch):
         _, inputs, run = layer
-        monkeypatch.setattr(_route, "_seen", set())
+        monkeypatch.setattr(_route._routes, "_seen", set())
         with caplog.at_level(logging.INFO, logger="cake"):
             for variant in ("det", "det", "fast", "det", "fast"):
                 run(*inputs, variant=variant)

@@ -1,11 +1,10 @@
-"""What calls run. This module owns the process's last route and the set of routes that were logged."""
+"""What calls run, and the routes of this process."""
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 
-_log = logging.getLogger("cake")
+from cake.core.routes import PATHS, Routes
 
 
 @dataclass(frozen=True)
@@ -25,23 +24,11 @@ class Route:
 
     def __str__(self) -> str:
         tape = "states recomputed" if self.recompute_state else "states saved"
-        return f"{_PATHS[self.path]}, {self.variant}, {self.backend}, {tape}"
+        return f"{PATHS[self.path]}, {self.variant}, {self.backend}, {tape}"
 
 
-_PATHS = {"single": "single rank", "kcp": "KCP", "fla": "flash-linear-attention's context parallelism"}
-_last: Route | None = None
-_seen: set[Route] = set()
-
-
-def note(route: Route) -> None:
-    """Makes `route` the last one and logs it if the process sees it for the first time."""
-    global _last
-    if route is _last:
-        return
-    _last = route
-    if route not in _seen:
-        _seen.add(route)
-        _log.info("gdn runs: %s", route)
+_routes: Routes[Route] = Routes("gdn")
+note = _routes.note
 
 
 def last_route() -> Route | None:
@@ -49,4 +36,4 @@ def last_route() -> Route | None:
 
     A call without tokens runs nothing and leaves the route as it was.
     """
-    return _last
+    return _routes.last()

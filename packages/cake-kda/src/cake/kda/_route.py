@@ -1,12 +1,11 @@
-"""What calls run. This module owns the process's last route and the set of routes that were logged."""
+"""What calls run, and the routes of this process."""
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import Literal
 
-_log = logging.getLogger("cake")
+from cake.core.routes import PATHS, Routes
 
 #: What a forward keeps for its backward: its inputs alone; the chunk states too; all of `prep`'s results too.
 Tape = Literal["inputs", "states", "all"]
@@ -28,23 +27,11 @@ class Route:
     tape: Tape
 
     def __str__(self) -> str:
-        return f"{_PATHS[self.path]}, {self.variant}, {self.backend}, {self.tape} saved"
+        return f"{PATHS[self.path]}, {self.variant}, {self.backend}, {self.tape} saved"
 
 
-_PATHS = {"single": "single rank", "kcp": "KCP", "fla": "flash-linear-attention's context parallelism"}
-_last: Route | None = None
-_seen: set[Route] = set()
-
-
-def note(route: Route) -> None:
-    """Makes `route` the last one and logs it if the process sees it for the first time."""
-    global _last
-    if route is _last:
-        return
-    _last = route
-    if route not in _seen:
-        _seen.add(route)
-        _log.info("kda runs: %s", route)
+_routes: Routes[Route] = Routes("kda")
+note = _routes.note
 
 
 def last_route() -> Route | None:
@@ -52,4 +39,4 @@ def last_route() -> Route | None:
 
     A call without tokens runs nothing and leaves the route as it was.
     """
-    return _last
+    return _routes.last()
