@@ -210,3 +210,22 @@ class TestInTheCall:
             grads.append((cut["A_log"].grad, cut["dt_bias"].grad))
         for a, b in zip(*grads, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["A_log", "dt_bias"])
+def test_a_parameter_alone_that_requires_gradients(make, device, name):
+    """Nothing else does, as where all but the gate is frozen."""
+    case = make((70, 30), heads=(1, 2))
+    random_values = torch.Generator().manual_seed(1)
+    parameters = {n: torch.randn(2, generator=random_values).to(device) for n in ("A_log", "dt_bias")}
+
+    def gradient(*others):
+        inputs = {n: x.detach().requires_grad_(n in others) for n, x in case.tensors().items()}
+        given = {n: x.detach().clone().requires_grad_(n == name) for n, x in parameters.items()}
+        o, _ = chunk_gated_delta_rule(
+            **inputs, **given, use_gate_in_kernel=True, use_qk_l2norm_in_kernel=True,
+            cu_seqlens_cpu=case.boundaries,
+        )  # fmt: skip
+        return torch.autograd.grad(o, given[name], case.do)[0]
+
+    assert_bitwise_equal(name, gradient(), gradient("q", "g"))

@@ -167,7 +167,7 @@ def chunk_gated_delta_rule(
         return o, final_state
 
     differentiable = torch.is_grad_enabled() and any(
-        getattr(x, "requires_grad", False) for x in (q, k, v, g, beta, initial_state)
+        getattr(x, "requires_grad", False) for x in (q, k, v, g, beta, initial_state, A_log, dt_bias)
     )
     settings: tuple[Any, ...] = (
         scale,
