@@ -276,6 +276,17 @@ class TestExchanges:
             assert "scan" in events[start:wait]
             assert {"adj", "out"} <= set(events[back:back_wait])
 
+    def test_a_rank_that_receives_nothing_walks_meanwhile(self, ranks, tensors):
+        """Stages that walk all at once: nothing enters the first rank's pieces, or leaves the last one's."""
+        _, given = tensors((0, 100, 240))
+        first, last = ranks.values(recorded, given, (0, 100, 240), {}, {"joint": True}, world=2)
+        for events, forward, backward in ((first, True, False), (last, False, True)):
+            (start, back), (wait, back_wait) = (
+                [i for i, e in enumerate(events) if e == kind] for kind in ("start", "wait")
+            )
+            assert ("scan" in events[start:wait]) == forward
+            assert ({"adj", "out"} <= set(events[back:back_wait])) == backward
+
     @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
     def test_checkpoints_replay_them(self, ranks, tensors, reentrant):
         bounds = (0, 100, 240)
@@ -330,7 +341,7 @@ class _Recorder:
         return getattr(self._stages, name)
 
 
-def recorded(group, tensors, bounds, how):
+def recorded(group, tensors, bounds, how, options=None):
     from cake.gdn import _kcp
 
     events, patch = [], pytest.MonkeyPatch()
@@ -340,12 +351,23 @@ def recorded(group, tensors, bounds, how):
             keep = getattr(_exchange.Exchange, name)
 
             def note(self, keep=keep, name=name):
-                events.append(name)
+                if name == "start" or events.count("wait") < events.count("start"):
+                    events.append(name)  # the first wait is the one that waits
                 return keep(self)
 
             change.setattr(_exchange.Exchange, name, note)
-        change.setattr(_kcp._stages, "stages", lambda backend: _Recorder(original(backend), events))
-        part(group, tensors, bounds, how, {})
+        if options is None:
+            change.setattr(_kcp._stages, "stages", lambda backend: _Recorder(original(backend), events))
+        else:
+            for name in ("scan", "adj", "out"):
+                keep = getattr(_joint.StageWalks, name)
+
+                def walk(self, *arguments, keep=keep, name=name, **more):
+                    events.append(name)
+                    return keep(self, *arguments, **more)
+
+                change.setattr(_joint.StageWalks, name, walk)
+        part(group, tensors, bounds, how, options or {})
     return events
 
 

@@ -69,6 +69,7 @@ class Exchange:
             self._message[:, -_TAG:].fill_(self._tag)
         self._gathered = self._message
         self._work: Any = None
+        self._received: torch.Tensor | None = None
 
     def tiles(self) -> torch.Tensor:
         """This rank's tiles, fp32 [tiles, HV, 128, columns], to be written before `start`."""
@@ -82,12 +83,17 @@ class Exchange:
             self._work = _gather(self._gathered, self._message, self._group)
 
     def wait(self) -> torch.Tensor:
-        """Everyone's tiles rank by rank, fp32 [world size * tiles, HV, 128, columns].
+        """Everyone's tiles rank by rank, fp32 [world size * tiles, HV, 128, columns]; again at every call.
 
         Raises:
             RuntimeError: another rank is gone or late, or runs another call. On a GPU it comes later, where
                 something waits for the GPU.
         """
+        if self._received is None:
+            self._received = self._receive()
+        return self._received
+
+    def _receive(self) -> torch.Tensor:
         if self._work is not None:
             self._work.wait()
             self._work = None

@@ -3,7 +3,7 @@
 A rank's sequences are walked as segments. Those at a document's inner edges have neighbours on other ranks,
 for which empty segments stand; long ones are cut further, so that few heads fill a GPU. A pre-scan finds the
 maps of segments that have neighbours, the exchange brings everyone's, and then everything is walked from
-merged states.
+merged states; on a rank that receives none, while the exchange is under way.
 """
 
 from __future__ import annotations
@@ -220,16 +220,19 @@ def forward_jointly(
             fill(exchange, part, d, [ends], own_maps)
     if exchange is not None:
         exchange.start()
-        everyones_b, everyones_m = halves(exchange.wait(), part)
+        # A rank that no state enters walks while the exchange is under way.
         if d.chains:
+            everyones_b, everyones_m = halves(exchange.wait(), part)
             entering = walks.merge(everyones_b, everyones_m, d.chains, d.receivers)
-        kept = own_maps if part.joined else kept_of(part, everyones_m)
     tapes: dict[str, Any] = {}
     if part.seqs.total:
         states = None if cut is None else _entering(walks, part, cut, maps, entering)
         tape = walks.scan(part.seqs if cut is None else cut.segments, states, save=save, output=True)
         if save:
             tapes = {"all": tape} | dict(zip(("m", "live"), maps[1:], strict=False))
+    if exchange is not None:
+        _, everyones_m = halves(exchange.wait(), part)
+        kept = own_maps if part.joined else kept_of(part, everyones_m)
     return Forward(tapes=tapes, entering=entering, maps=kept)
 
 
@@ -257,18 +260,19 @@ def backward_jointly(
     if total and tape is None:
         states = None if cut is None else _entering(walks, part, cut, maps, made.entering)
         tape = walks.scan(seqs, states, save=True, output=False)
-    if exchange is not None:
+    if exchange is not None and d.chains:
         everyones_b, everyones_m = halves(exchange.wait(), part)
-        if d.chains:
-            if not part.joined:
-                everyones_m = everyones_b[:0] if made.maps is None else made.maps
-            leaving = walks.merge(everyones_b, everyones_m, d.chains, d.receivers, transposed=not part.joined)
+        if not part.joined:
+            everyones_m = everyones_b[:0] if made.maps is None else made.maps
+        leaving = walks.merge(everyones_b, everyones_m, d.chains, d.receivers, transposed=not part.joined)
     if total:
         adjoints = None
         if cut is not None:
             _put(b, cut.behind([s for role in LEFT for s in part.ids[role]]), leaving)
             adjoints = _inside(walks, cut.adjoint_inner, b, m, live, transposed=True)
         walks.out(seqs, tape, walks.adj(seqs, adjoints), edge=cut is not None)
+    if exchange is not None:
+        exchange.wait()
 
 
 def _entering(
