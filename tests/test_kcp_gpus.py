@@ -226,7 +226,7 @@ def assert_same(parts: Any, expected: Any) -> None:
 class TestNobodyWaitsForEver:
     """Each with ranks of its own, since they don't live on. NCCL ends a process whose collective is late.
 
-    They come first: they wait more than they work, and may do so beside the others. Both ops have one exchange.
+    They come first: they wait more than they work, and may do so beside others. Both ops have one exchange.
     """
 
     pytestmark = needs_two_gpus
