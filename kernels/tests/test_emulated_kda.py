@@ -5,7 +5,6 @@ They give what their twins give, and the same bits under every schedule.
 
 from __future__ import annotations
 
-
 import pytest
 import torch
 from torch.nn.functional import softplus

@@ -71,9 +71,7 @@ class _UnderContext(torch.autograd.Function):
         stages = _stages.stages(call.route.backend)
         with running_on(x.v.device):
             if "prep.t" in saved:
-                prep: Prep | None = Prep(
-                    **{name: saved[f"prep.{name}"] for name in Prep._fields}
-                )
+                prep: Prep | None = Prep(**{name: saved[f"prep.{name}"] for name in Prep._fields})
             else:
                 prep = _prepare(stages, x, call, ctx.context)
             tapes = {name: saved[name] for name in _TAPES if name in saved}
