@@ -22,6 +22,13 @@ static View<const void> gate_rows(const TensorView& x, const char* name, std::in
   return {x.data_ptr(), x.stride(0), x.stride(1), x.stride(2)};
 }
 
+template <typename T>
+static auto kernel_of(GateKind kind) {
+  return kind == GateKind::kNone       ? out_kernel<GateKind::kNone, T>
+         : kind == GateKind::kStandard ? out_kernel<GateKind::kStandard, T>
+                                       : out_kernel<GateKind::kBounded, T>;
+}
+
 // `ctas`: how many persistent CTAs share the work; no value depends on it.
 void kda_out(TensorView q, TensorView k, TensorView v, TensorView g, int64_t gate_kind, Optional<TensorView> a_log,
              Optional<TensorView> bias, double bound, TensorView grad, TensorView y, TensorView beta, TensorView plan,
@@ -61,7 +68,8 @@ void kda_out(TensorView q, TensorView k, TensorView v, TensorView g, int64_t gat
   args.scale = static_cast<float>(scale);
   args.l2norm = l2norm;
   const int64_t grid = std::min(ctas, chunk_capacity * heads);
-  launch("kda_out", out_kernel, dim3(grid), kOutThreads, sizeof(OutShared), stream_of(stream), args);
+  const auto kernel = args.g_bf16 ? kernel_of<__nv_bfloat16>(args.gate.kind) : kernel_of<float>(args.gate.kind);
+  launch("kda_out", kernel, dim3(grid), kOutThreads, sizeof(OutShared), stream_of(stream), args);
 }
 
 void kda_reduce(TensorView partials, TensorView da_log, TensorView dbias, int64_t stream) {

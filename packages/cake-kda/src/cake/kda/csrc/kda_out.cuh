@@ -27,6 +27,8 @@
 
 namespace cake::kda {
 
+// A kernel for each kind of gate and T of g: code for all of them would be more than an SM's instruction cache holds.
+template <GateKind kKind, typename T>
 static __global__ void __launch_bounds__(kOutThreads, 1) out_kernel(const __grid_constant__ OutArgs args) {
   extern __shared__ __align__(1024) uint8_t raw[];
   OutShared& s = *reinterpret_cast<OutShared*>(raw);
@@ -63,7 +65,7 @@ static __global__ void __launch_bounds__(kOutThreads, 1) out_kernel(const __grid
     case 0:
     case 1:
       registers_grow<kChannelRegisters>();
-      out_channels(s, args, threadIdx.x);
+      out_channels<kKind, T>(s, args, threadIdx.x);
       break;
     case 2:
       registers_shrink<kDeltaRegisters>();

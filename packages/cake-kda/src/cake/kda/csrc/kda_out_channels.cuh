@@ -206,13 +206,15 @@ __device__ __forceinline__ void finish_sums(OutShared& s, const OutArgs& args, c
   }
 }
 
+template <GateKind kKind, typename T>
 __device__ __forceinline__ void out_channels(OutShared& s, const OutArgs& args, int thread) {
   const int works = args.plan.chunk_count() * args.heads;
   if (blockIdx.x >= works) return;
   int step = 0;
-  GateHead gates(args, args.plan.chunk(blockIdx.x / args.heads), blockIdx.x % args.heads * args.group, Strip(thread));
-  RawGates raw;
-  raw.load(args, gates, 0, Strip(thread));
+  GateHead gates(args, args.plan.chunk(blockIdx.x / args.heads), blockIdx.x % args.heads * args.group,
+                 Strip(fresh(thread)));
+  RawGates<T> raw;
+  raw.load(args, gates, 0, Strip(fresh(thread)));
   for (int work = blockIdx.x; work < works; work += gridDim.x) {
     Sums sums;
 #pragma unroll
@@ -224,7 +226,7 @@ __device__ __forceinline__ void out_channels(OutShared& s, const OutArgs& args, 
       Strip me(fresh(thread));
       const Tree tree{smem_addr(s.q), smem_addr(s.k), smem_addr(s.pairs[set].da), smem_addr(s.pairs[set].dn),
                       s.rq,           s.rk,           vectors.diagonal,           &s.decays};
-      make_decays(s, args, gates, raw, me);
+      make_decays<kKind, T>(s, args, gates, raw, me);
 
       // All waits come here: what follows is one basic block, whose sums the compiler won't leave half made for later.
       mbar_wait(smem_addr(&s.s_full), parity);
@@ -274,9 +276,6 @@ __device__ __forceinline__ void out_channels(OutShared& s, const OutArgs& args, 
       const int v_head = head * args.group + j;
       const bool last = j + 1 == args.group;
       const Chunk chunk = args.plan.chunk(chunk_index);
-      gates = GateHead(args, chunk, v_head, me);
-      raw = RawGates();
-      if (gates.gate.kind != GateKind::kNone) raw.load(args, gates, 1, me);
       if (vectors.dead[0] | vectors.dead[1]) dead_rows(s, vectors, tree, me);
       fence_proxy_async();
       warp_arrive(s.pairs_empty[set], me.lane);
@@ -287,7 +286,10 @@ __device__ __forceinline__ void out_channels(OutShared& s, const OutArgs& args, 
 #pragma unroll
       for (int o = 0; o < kOctets; ++o)
         s.decays[o][me.thread] = make_float4(sums.b[4 * o], sums.b[4 * o + 1], sums.b[4 * o + 2], sums.b[4 * o + 3]);
-      finish_gates(s, args, gates, raw, chunk, chunk_index, v_head, me);
+      gates = GateHead(args, chunk, v_head, me);
+      raw = RawGates<T>();
+      if (kKind != GateKind::kNone) raw.load(args, gates, 1, me);
+      finish_gates<kKind, T>(s, args, gates, raw, chunk, chunk_index, v_head, me);
       // The next v head's.
       if (const int next = last ? work + gridDim.x : work; next < works) {
         gates =

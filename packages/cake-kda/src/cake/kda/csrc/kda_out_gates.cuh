@@ -26,70 +26,59 @@ constexpr int kHalf = 4;  // octets
 
 // Raw gates of half a chunk, on their way from memory: index 4 o + 2 h + e; or words of bf16 of two neighbouring channels,
 // index 2 o + h, of which the lanes of the two take one each, of one token each.
+template <typename T>
 struct RawGates {
-  uint32_t words[4 * kHalf] = {};
+  static constexpr bool kPairs = sizeof(T) == 2;
+  uint32_t words[kPairs ? 2 * kHalf : 4 * kHalf] = {};
 
   __device__ __forceinline__ void load(const OutArgs& args, const GateHead& head, int half, const Strip& me) {
+    const T* g = static_cast<const T*>(args.g.data);
     const int64_t stride = args.g.token_stride;
-    int64_t p = head.place + half * (8 * kHalf * stride);
-    const int rows = head.rows - half * (8 * kHalf);
-    if (args.g_bf16) {
-      const int odd = me.lane >> 2 & 1;
-      const __nv_bfloat16* g = static_cast<const __nv_bfloat16*>(args.g.data) + odd * (stride - 1);
+    const int odd = me.lane >> 2 & 1, rows = head.rows - half * (8 * kHalf);
+    int64_t p = head.place + half * (8 * kHalf * stride) + (kPairs ? odd * (stride - 1) : 0);
 #pragma unroll
-      for (int o = 0; o < kHalf; ++o, p = fresh(p + 8 * stride))
+    for (int o = 0; o < kHalf; ++o, p = fresh(p + 8 * stride)) {
+      if constexpr (kPairs) {
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
+        for (int h = 0; h < 2; ++h)
           words[2 * o + h] = 8 * o + odd < rows ? *reinterpret_cast<const uint32_t*>(g + p + 8 * h) : 0u;
-          words[2 * kHalf + 2 * o + h] = 0u;
-        }
-    } else {
-      const float* g = static_cast<const float*>(args.g.data);
-#pragma unroll
-      for (int o = 0; o < kHalf; ++o, p = fresh(p + 8 * stride))
+      } else {
 #pragma unroll
         for (int c = 0; c < 4; ++c)
           words[4 * o + c] = 8 * o + (c & 1) < rows ? __float_as_uint(g[p + (c & 1) * stride + 8 * (c >> 1)]) : 0u;
+      }
     }
   }
 
-  __device__ __forceinline__ void values(float (&x)[4 * kHalf], bool bf16, const Strip& me) const {
-    if (!bf16) {
+  __device__ __forceinline__ void values(float (&x)[4 * kHalf], const Strip& me) const {
+    if constexpr (kPairs) {
+      const bool odd = me.lane >> 2 & 1;
+#pragma unroll
+      for (int i = 0; i < 2 * kHalf; ++i) {
+        const uint32_t mine = words[i], other = __shfl_xor_sync(0xffffffffu, mine, 4);
+        x[2 * i] = odd ? bf16_hi(other) : bf16_lo(mine);
+        x[2 * i + 1] = odd ? bf16_hi(mine) : bf16_lo(other);
+      }
+    } else {
 #pragma unroll
       for (int i = 0; i < 4 * kHalf; ++i) x[i] = __uint_as_float(words[i]);
-      return;
-    }
-    const bool odd = me.lane >> 2 & 1;
-#pragma unroll
-    for (int i = 0; i < 2 * kHalf; ++i) {
-      const uint32_t mine = words[i], other = __shfl_xor_sync(0xffffffffu, mine, 4);
-      x[2 * i] = odd ? bf16_hi(other) : bf16_lo(mine);
-      x[2 * i + 1] = odd ? bf16_hi(mine) : bf16_lo(other);
     }
   }
 };
 
-template <GateKind kKind>
-__device__ __forceinline__ void log2_decays(float (&x)[4 * kHalf], const GateHead& head) {
-  const Gate gate = head.gate.of_kind<kKind>();
-#pragma unroll
-  for (int i = 0; i < 4 * kHalf; ++i) x[i] = log2_decay(x[i], head.bias[i >> 1 & 1], gate);
-}
-
 // The summed decays of a v head. `raw`: of the first half.
-__device__ __forceinline__ void make_decays(OutShared& s, const OutArgs& args, const GateHead& head, RawGates& raw,
+template <GateKind kKind, typename T>
+__device__ __forceinline__ void make_decays(OutShared& s, const OutArgs& args, const GateHead& head, RawGates<T>& raw,
                                             const Strip& me) {
   float before[2] = {0.f, 0.f};
 #pragma unroll 1
   for (int half = 0; half < 2; ++half) {
     float x[4 * kHalf];
-    raw.values(x, args.g_bf16, me);
+    raw.values(x, me);
     if (half == 0) raw.load(args, head, 1, me);
-    switch (head.gate.kind) {
-      case GateKind::kNone: log2_decays<GateKind::kNone>(x, head); break;
-      case GateKind::kStandard: log2_decays<GateKind::kStandard>(x, head); break;
-      default: log2_decays<GateKind::kBounded>(x, head);
-    }
+    const Gate gate = head.gate.of_kind<kKind>();
+#pragma unroll
+    for (int i = 0; i < 4 * kHalf; ++i) x[i] = log2_decay(x[i], head.bias[i >> 1 & 1], gate);
     const int rows = head.rows - half * (8 * kHalf);
 #pragma unroll
     for (int o = 0; o < kHalf; ++o) {
@@ -137,14 +126,16 @@ __device__ __forceinline__ void raw_gradients(GateSums& sums, float (&d)[4 * kHa
     }
 }
 
+template <typename T>
 __device__ __forceinline__ void store_gates(const float (&d)[4 * kHalf], const OutArgs& args, int64_t p, int rows,
                                             const Strip& me) {
   const int64_t stride = int64_t(args.heads) * args.group * kHeadDim;
-  if (args.g_bf16) {
-    const int odd = me.lane >> 2 & 1;
-    __nv_bfloat16* dg = static_cast<__nv_bfloat16*>(args.dg) + odd * (stride - 1);
+  const int odd = me.lane >> 2 & 1;
+  T* dg = static_cast<T*>(args.dg);
+  if constexpr (sizeof(T) == 2) p += odd * (stride - 1);
 #pragma unroll
-    for (int o = 0; o < kHalf; ++o, p = fresh(p + 8 * stride))
+  for (int o = 0; o < kHalf; ++o, p = fresh(p + 8 * stride)) {
+    if constexpr (sizeof(T) == 2) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const float lo = d[4 * o + 2 * h], hi = d[4 * o + 2 * h + 1];
@@ -152,19 +143,18 @@ __device__ __forceinline__ void store_gates(const float (&d)[4 * kHalf], const O
         const uint32_t pair = odd ? pack_bf16(other, hi) : pack_bf16(lo, other);
         if (8 * o + odd < rows) *reinterpret_cast<uint32_t*>(dg + p + 8 * h) = pair;
       }
-  } else {
-    float* dg = static_cast<float*>(args.dg);
-#pragma unroll
-    for (int o = 0; o < kHalf; ++o, p = fresh(p + 8 * stride))
+    } else {
 #pragma unroll
       for (int c = 0; c < 4; ++c)
         if (8 * o + (c & 1) < rows) dg[p + (c & 1) * stride + 8 * (c >> 1)] = d[4 * o + c];
+    }
   }
 }
 
 // dg of a v head from its db, which lies in the decays' place: the gradient of the log decays is the sum from each token to
 // the chunk's end, then comes the gate's backward. `raw`: of the second half.
-__device__ __forceinline__ void finish_gates(OutShared& s, const OutArgs& args, const GateHead& head, RawGates& raw,
+template <GateKind kKind, typename T>
+__device__ __forceinline__ void finish_gates(OutShared& s, const OutArgs& args, const GateHead& head, RawGates<T>& raw,
                                              const Chunk& chunk, int chunk_index, int v_head, const Strip& me) {
   const int v_heads = args.heads * args.group;
   const int64_t stride = int64_t(v_heads) * kHeadDim;
@@ -174,8 +164,6 @@ __device__ __forceinline__ void finish_gates(OutShared& s, const OutArgs& args, 
 #pragma unroll 1
   for (int half = 1; half >= 0; --half) {
     float x[4 * kHalf], d[4 * kHalf];
-    raw.values(x, args.g_bf16, me);
-    if (half == 1 && head.gate.kind != GateKind::kNone) raw.load(args, head, 0, me);
 #pragma unroll
     for (int o = kHalf - 1; o >= 0; --o) {
       const float4 slot = s.decays[half * kHalf + o][me.thread];
@@ -194,13 +182,11 @@ __device__ __forceinline__ void finish_gates(OutShared& s, const OutArgs& args, 
         after[h] += __shfl_sync(0xffffffffu, later, 0, 4);
       }
     }
+    raw.values(x, me);
+    if (half == 1 && kKind != GateKind::kNone) raw.load(args, head, 0, me);
     const int rows = head.rows - half * (8 * kHalf);
-    switch (head.gate.kind) {
-      case GateKind::kNone: break;
-      case GateKind::kStandard: raw_gradients<GateKind::kStandard>(sums, d, x, head, rows); break;
-      default: raw_gradients<GateKind::kBounded>(sums, d, x, head, rows);
-    }
-    store_gates(d, args, out + half * (8 * kHalf * stride), rows, me);
+    if constexpr (kKind != GateKind::kNone) raw_gradients<kKind>(sums, d, x, head, rows);
+    store_gates<T>(d, args, out + half * (8 * kHalf * stride), rows, me);
   }
   if (args.partials == nullptr) return;
   float* row = args.partials + (int64_t(chunk_index) * v_heads + v_head) * kPartial;
