@@ -13,8 +13,9 @@ save_states=False, need_output=True, o=None) -> (o | None, final_state | None, s
     products used it.
 ``adj(q, k, do, beta, prep, seqs, *, scale, dht=None, leaving=None, need_dh0=False, y=None) ->
 (y, adj_states, dh0 | None)``
-    The serial adjoint. y bf16 [B, T, HV, 128] is the adjoint of each token's delta, `adj_states` bf16
-    [slots, HV, V, K] the adjoint state after each chunk.
+    The serial adjoint. y bf16 [B, T, HV, 128] is dv, beta times the adjoint of each token's delta, and where
+    |beta| < 2^-60 that adjoint itself. `adj_states` bf16 [slots, HV, V, K] is the adjoint state after each
+    chunk.
 
 Of a call that is cut, `seqs` are its `Segments`, `scan` gets ``entering`` and `adj` gets ``leaving``, fp32
 [segments, HV, K, V]: the states where segments meet. Then initial_state, final_state, dht and dh0 still have
@@ -35,7 +36,8 @@ them:
 
 ``out(q, k, v, do, y, beta, prep, states, adj_states, seqs, *, scale, l2norm, states_edge, adj_edge,
 into=None) -> (dq, dk, dv, dbeta, dg)``
-    The parallel rest of the backward; dq, dk, dv bf16, dbeta and dg fp32. dv may take over y's storage.
+    The parallel rest of the backward; dq, dk, dv bf16, dbeta and dg fp32. dv may take over
+    y's storage: then nothing of it needs writing but what y is not.
 
 Where a backend says `SELECTIONS`, as the torch twins do, `seqs` may also be a selection of the call's
 sequences (`Sequences.select`): the walks and `out` then write its tokens alone, into `o`, `y` and `into` =

@@ -35,6 +35,8 @@ MIN_LOG_DECAY = -88.0
 NORM_EPS = 1e-6
 # Below it a token writes nothing that fp32 could see beside any other.
 LEAST_BETA = 2.0**-60
+# From here on dbeta may be divided by beta squared.
+LEAST_DIVISOR = 2.0**-40
 
 
 def prep(
@@ -196,6 +198,8 @@ def adj(
     """The serial adjoint; see `_stages`. Chunks in reverse, with R the adjoint after a chunk in bf16:
 
     dD = P^T dO + f k^ R      Y = T^T dD      R' = e_C R + q^T (scale e dO) - k^T (e beta Y)
+
+    `y` gets Z = m Y, with m = beta, or 1 where beta is too small to divide by.
     """
     total, heads, dim = seqs.total, q.shape[2], q.shape[3]
     v_heads, v_dim = do.shape[2], do.shape[3]
@@ -218,7 +222,7 @@ def adj(
             qc, kc = _grouped(tile.rows(queries), v_heads), _grouped(tile.rows(keys), v_heads)
             gate = tile.vectors(beta_rows)
             adjoint = _adjoint_step(tile, prep, qc, kc, tile.rows(grads), gate, scale, rounded, now)
-            tile.store(y.view(total, v_heads, v_dim), adjoint)
+            tile.store(y.view(total, v_heads, v_dim), _row_factor(gate)[0][..., None] * adjoint)
         if dh0 is not None:
             edges.store_first(group, dh0, state)
     return y, tape, dh0
@@ -282,18 +286,19 @@ def out(
     adj_edge: bool,
     into: tuple[torch.Tensor, ...] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The parallel rest of the backward; see `_stages`. Per chunk, from S, R, Y and the rebuilt D alone:
+    """The parallel rest of the backward; see `_stages`. Per chunk, from S, R, Z = m Y and D, made again:
 
-    dP = scale (dO D^T) G               dL = -(Y D^T) G below the diagonal
-    dq^ = scale e dO S^T + dP k^        X = -e Y S^T + dL k^        A = f D R^T
-    dk^ = beta X + kk                   kk = A + dP^T q^ + (beta dL)^T k^
-    dbeta = Y . v + k^ . X              db = q^ . dq^ + beta k^ . X - k^ . kk
+    dP = scale (dO D^T) G               dL = -(Z D^T) G below the diagonal
+    dq^ = scale e dO S^T + dP k^        X = -e Z S^T + dL k^        A = f D R^T
+    dk^ = X + kk                        kk = A + dP^T q^ + dL^T k^
+    dbeta = Z . D / beta^2              db = q^ . dq^ + k^ . X - k^ . kk
     db_C += sum k^ . A + e_C <S, R>     dg_t = sum of db from t to the end of the chunk
-    dv = beta Y
+    dv = Z
 
     dg is a difference of large sums in which the two sides of every pair of tokens cancel. They do so to fp32
     because both sides use the same bf16 operands: q^ and k^ for products and row dots alike, and one rounding
-    of beta dL. X is therefore kept as m X, with m = beta, or 1 where beta is too small to divide dbeta by.
+    of dL, which has beta in it already. Where m isn't beta, a row counts for dbeta alone, which then is
+    (Z . v + k^ . X) / m.
     """
     total, heads, dim = seqs.total, q.shape[2], q.shape[3]
     v_heads, v_dim = v.shape[2], v.shape[3]
@@ -321,13 +326,11 @@ def out(
         residual = value - grow[..., None] * (kg @ state.mT)
         delta = _bf16(tile.rows_of(prep.t) @ _bf16(gate * residual))
         d_scores = _bf16(scale * mask * (grad @ delta.mT))
-        # m dL is rounded once and serves row i and column j of a pair alike: they cancel in dg.
-        live = (gate.abs() >= LEAST_BETA).float()
-        by = torch.where(live > 0, gate, 1.0)
-        d_lower = _bf16(-by * torch.tril(mask, -1) * (adjoint @ delta.mT))
+        by, live = (x[..., None] for x in _row_factor(gate[..., 0]))
+        d_lower = _bf16(-torch.tril(mask, -1) * (adjoint @ delta.mT))
 
         d_query = _bf16((scale * grow)[..., None] * grad) @ state + d_scores @ kg
-        erased = _bf16(-by * grow[..., None] * adjoint) @ state + d_lower @ kg
+        erased = _bf16(-grow[..., None] * adjoint) @ state + d_lower @ kg
         written = _bf16(fade[..., None] * delta) @ adj_state
         d_key = written + d_scores.mT @ qg + (live * d_lower).mT @ kg
 
@@ -336,8 +339,13 @@ def out(
         # A padded last row passes this on to the chunk's last token: the padded db are 0.
         db[..., -1] += _dot(kg, written).sum(-1) + last * (state * adj_state).sum((-2, -1))
         tile.store(dg.view(total, v_heads), db.flip(-1).cumsum(-1).flip(-1))
-        tile.store(dbeta.view(total, v_heads), _dot(adjoint, value) + erased_dot / by[..., 0])
-        tile.store(dv.view(total, v_heads, v_dim), gate * adjoint)
+        # Y . D / beta, the diagonal of what dL is made of; for a beta that is too small for that, the sums.
+        divisor, small = by[..., 0], gate[..., 0].abs() < LEAST_DIVISOR
+        sums = (_dot(adjoint, value) + erased_dot) / divisor
+        tile.store(
+            dbeta.view(total, v_heads), torch.where(small, sums, _dot(adjoint, delta) / divisor / divisor)
+        )
+        tile.store(dv.view(total, v_heads, v_dim), live * adjoint)
 
         d_query, d_key = _group_sum(d_query, heads), _group_sum(live * erased + d_key, heads)
         if l2norm:
@@ -391,6 +399,12 @@ def _adjoint_step(
     erase = k.mT @ _bf16((grow * norm * gate)[..., None] * adjoint)
     torch.addcmul(read - erase, last[..., None, None], state, out=state)
     return adjoint
+
+
+def _row_factor(beta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """m, which is beta, or 1 where beta is too small to divide by; and 1 where it is beta, else 0."""
+    live = beta.abs() >= LEAST_BETA
+    return torch.where(live, beta, 1.0), live.float()
 
 
 def _inverse_norm(x: torch.Tensor, total: int, l2norm: bool) -> torch.Tensor:

@@ -237,8 +237,8 @@ def kernel_work(shape: Shape, name: str) -> Work | None:
         per_v_head, per_head = (3 * b + 2 * m, m) if output else (2 * b + m, 0)
         nbytes = read + (v if output else -qk // 2) + (tape if states else 0)
     elif "out_kernel" in name:
-        # q, k, v, do, y, both tapes and what prep made; dq, dk, dv, dbeta and dg.
-        per_v_head, per_head, nbytes = 5 * b + 5 * m, 0, 2 * qk + 4 * v + prepared + 3 * beta + 2 * tape
+        # q, k, v, do, y (dv already), both tapes and what prep made; dq, dk, dbeta and dg.
+        per_v_head, per_head, nbytes = 5 * b + 5 * m, 0, 2 * qk + 3 * v + prepared + 3 * beta + 2 * tape
     else:
         return None
     return Work(flops=chunks(shape) * (v_heads * per_v_head + heads * per_head), nbytes=nbytes)

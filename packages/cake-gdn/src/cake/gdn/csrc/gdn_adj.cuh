@@ -1,7 +1,7 @@
 // gdn_adj: the adjoint walk, chunks in reverse. Roles and shared memory: gdn_walk.cuh. R = dL/dS. Per chunk, transposed:
 //
 //   dD^T = 2^(b_C - b) r_k (R^T k^T) + dO^T P
-//   Y^T  = dD^T T                                                Y goes to memory, dv = beta Y
+//   Y^T  = dD^T T                                                Z = m Y goes to memory: see gdn_beta.cuh
 //   R^T  = 2^b_C R^T + (s 2^b r_q dO^T) q - (beta 2^b r_k Y^T) k
 //
 // bf16(R^T) as it leaves each chunk (before the update) goes to the tape.
@@ -96,7 +96,7 @@ __device__ __forceinline__ void adj_states(WalkShared& s, const WalkArgs& args, 
     pin(y);
     uint32_t update[4][4], out[4][4];
     to_frag_scaled(update, y, f.c, lane);
-    if constexpr (!kTransfer) to_frag(out, y);
+    if constexpr (!kTransfer) to_frag_scaled(out, y, f.d, lane);
     pin(update);
     wgmma_fence();
     gemm_rs<Major::MN, kChunk, 4>(state, update, k, true);

@@ -27,7 +27,7 @@ void gdn_out(TensorView q, TensorView k, TensorView v, TensorView grad, TensorVi
   args.b = dense_f32(b, "b", {v_heads, total});
   args.rq = dense_f32(rq, "rq", {heads, total});
   args.rk = dense_f32(rk, "rk", {heads, total});
-  args.y = dense_bf16(y, "y", {batch, tokens, v_heads, kHeadDim});
+  args.z = dense_bf16(y, "y", {batch, tokens, v_heads, kHeadDim});
   args.states = tape_images(states, "states", v_heads, chunk_capacity);
   args.adjoints = tape_images(adjoints, "adj_states", v_heads, chunk_capacity);
   args.states_edge = states_edge;

@@ -2,20 +2,25 @@
 // heads; everything about a pair stays in its CTA, so no sum crosses CTAs. Per v head, rows are tokens, G_ij = 2^(b_i-b_j):
 //
 //   U   = k^ S                W   = v - 2^b U                     D   = T (beta W)
-//   dP  = s tril(G) (dO D^T)                       dL  = -m stril(G) (Y D^T)            m below
-//   dq^ = s 2^b dO S^T + dP k^
-//   dk^ = 2^(b_C - b) D R^T + dP^T q^ + dL^T k^ - m 2^b Y S^T + dL k^
-//   dv  = beta Y              e_i = sum_j dL_ij (k^_i . k^_j)     dbeta = Y . W + e / m
-//   db  = q^ . dq^ + (e - m 2^b Y . U) - k^ . (2^(b_C - b) D R^T + dP^T q^ + dL^T k^)
+//   dP  = s tril(G) (dO D^T)                       dL  = -stril(G) (Z D^T)              Z = m Y, see below
+//   dq^ = s 2^b dO S^T + dP k^                     X   = -2^b Z S^T
+//   dk^ = 2^(b_C - b) D R^T + dP^T q^ + dL^T k^ + X + dL k^
+//   dv  = Z                   e_i = k^_i . X_i + sum_j dL_ij (k^_i . k^_j)              dbeta = Z . D / beta^2
+//   db  = q^ . dq^ + e - k^ . (2^(b_C - b) D R^T + dP^T q^ + dL^T k^)
 //   dg_i = sum_{j>=i} db_j + sum_j 2^(b_C - b_j) k^_j . (D R^T)_j + 2^b_C <S, R>
 //
-// m = beta, so that one bf16 rounding of dL serves row i and column j of a pair alike and they cancel in dg. Where beta
-// is too small to divide by, e and dbeta take m = 1 and the row adds nothing anywhere else. q^ and k^ are normalised
-// once to bf16 and used for products and row dots alike, for the same reason. At the end of a group comes the norm's
-// own backward: dq = r_q (dq^ - q^ (q^ . dq^)), dk likewise.
+// m = beta, so that one bf16 rounding of dL serves row i and column j of a pair alike and they cancel in dg; the walk before
+// left Z where dv goes. q^ and k^ are normalised once to bf16 and used for products and row dots alike, for the same reason. At
+// the end of a group comes the norm's own backward: dq = r_q (dq^ - q^ (q^ . dq^)), dk likewise.
 //
-// Warpgroups: 0 (query) dP, dq^; 1 (erase) dL, e and the last two terms of dk^; 2 (delta) U, D, <S, R> and the rest of dk^;
-// 3 (producer) loads, normalises q and k of the pair to come, and makes dv.
+// dbeta_i is Y_i . (W_i - sum_{j<i} G_ij (k^_i . k^_j) D_j), and (I + L) D = beta W makes that Y_i . D_i / beta_i, from the
+// diagonal of Z D^T. Where a beta is too small for that, dbeta comes of the sum itself; where it's too small for anything
+// (gdn_beta.cuh), m is 1, dv is 0, and the row adds to dbeta alone.
+//
+// Warpgroups: 0 (query) dP, dq^ and <S, R>; 1 (erase) dL, e, the last two terms of dk^, and dk when a pair is done; 2 (delta)
+// U, D and the rest of dk^; 3 (producer) loads, and normalises q and k of the pair to come. A v head's chain is U, D, the
+// products with D, and those with dP and dL: whatever else is made while one of these is waited for, most of all reads of
+// shared memory, which answers late beside products.
 // S and R are [V][K] images: K-major for k^ S, MN-major for the products with S^T and R^T.
 #pragma once
 
@@ -23,15 +28,15 @@
 #include "cake/pipe.cuh"
 #include "cake/rows.cuh"
 #include "cake/seq.cuh"
+#include "gdn_beta.cuh"
 
 namespace cake::gdn {
 
 constexpr int kOutThreads = 512;
-constexpr int kQueryRegisters = 152, kEraseRegisters = 152, kDeltaRegisters = 160, kOutProducerRegisters = 48;
+constexpr int kQueryRegisters = 152, kEraseRegisters = 160, kDeltaRegisters = 160, kOutProducerRegisters = 40;
 static_assert(kQueryRegisters + kEraseRegisters + kDeltaRegisters + kOutProducerRegisters == 512, "of a lane slot");
-constexpr float kLeastBeta = 0x1p-60f;
 
-enum OutBarrier { kComputeBarrier = 1, kDeltaBarrier = 2, kKeyBarrier = 3, kProducerBarrier = 4 };
+enum OutBarrier { kDeltaBarrier = 1, kProducerBarrier = 2 };
 
 struct OutArgs {
   View<const __nv_bfloat16> q, k, v, grad;  // [B, T, H or HV, 128]; grad = dO
@@ -39,10 +44,10 @@ struct OutArgs {
   Plan plan;
   const __nv_bfloat16* t;  // [HV, total, 64]
   const float *b, *rq, *rk;  // [HV, total], [H, total]
-  const __nv_bfloat16* y;  // [total, HV, 128]
+  const __nv_bfloat16* z;  // [total, HV, 128]
   const __nv_bfloat16 *states, *adjoints;  // images [slots, HV, 128, 128]
   bool states_edge, adjoints_edge;  // whether the tapes have the sequences' edge slots
-  __nv_bfloat16 *dq, *dk, *dv;  // [total, H or HV, 128]; dv may be y
+  __nv_bfloat16 *dq, *dk, *dv;  // [total, H or HV, 128]; dv is z: what differs is written
   float *dbeta, *dg;  // [total, HV]
   int heads, group;
   float scale;
@@ -55,11 +60,12 @@ struct alignas(16) OutVectors {
   float decay;  // 2^b_C
 };
 
-// Parts of db, dbeta and dg: q^ . dq^, e, Y . U, k^ . (...), Y . W, and per-warp parts of <S, R> and of the sum of
-// 2^(b_C - b) k^ . (D R^T).
+// Parts of db and dg: q^ . dq^, e, k^ . (...), and per-warp parts of <S, R> and of the sum of 2^(b_C - b) k^ . (D R^T); and
+// Z . W of rows of a small beta.
 struct OutDots {
-  float query[kChunk], erase[kChunk], erased_state[kChunk], key[kChunk], residual[kChunk];
+  float query[kChunk], erase[kChunk], residual[kChunk], key[kChunk];
   float state[4], written[4];
+  int small[4];  // whether 16 rows have one of a beta whose square is too small to divide by
 };
 
 // A pair's first row in [total, H], and how many rows it has. Row r of its v head j is (row + r * H) * group + j in [total, HV].
@@ -76,23 +82,25 @@ struct OutPairTiles {
 struct OutShared {
   OutPairTiles pairs[2];
   alignas(1024) uint8_t s[kStateTileBytes], r[kStateTileBytes];
-  alignas(1024) uint8_t v[kTokenTileBytes], grad[kTokenTileBytes], y[kTokenTileBytes], t[kSquareTileBytes];
+  alignas(1024) uint8_t v[kTokenTileBytes], grad[kTokenTileBytes], z[kTokenTileBytes], t[kSquareTileBytes];
   union {
     struct {
       alignas(1024) uint8_t delta[kTokenTileBytes];  // beta W, then D
       alignas(1024) uint8_t dp[kSquareTileBytes], dl[kSquareTileBytes];
     };
-    float4 erased[16][128];  // at the end of a group: warpgroup 1's part of dk^, in thread-private slots
+    float4 key[16][128];  // at the end of a group: warpgroup 2's part of dk^, in thread-private slots
   };
   OutVectors vectors[2];
   OutDots dots[2];
   float rq[2][kChunk], rk[2][kChunk];
   OutPlace places[2];
   alignas(8) uint64_t pair_full[2], pair_empty[2];  // q^, k^, rq, rk
-  uint64_t values_full, values_empty;  // v, t
-  uint64_t grads_full, grads_empty;  // grad, y, vectors
+  uint64_t values_full, values_empty;  // v, t, vectors
+  uint64_t grads_full, grads_empty;  // grad, z
   uint64_t s_full, s_empty, r_full, r_empty;
   uint64_t delta_full, products_full;  // D; dP and dL
+  uint64_t dots_full;  // of a v head, whose products are all made by then
+  uint64_t key_full, key_empty;
 };
 static_assert(sizeof(OutShared) <= 232448, "an SM gives a CTA 227 KB");
 
@@ -129,25 +137,8 @@ __device__ __forceinline__ void normalise_pair(OutShared& s, const OutArgs& args
   mbar_arrive(smem_addr(&s.pair_full[set]));
 }
 
-// dv = beta Y.
-__device__ __forceinline__ void value_gradient(uint32_t y, const float* beta, __nv_bfloat16* dv, int row_stride,
-                                               int rows, int thread) {
-  int row = thread / 16;
-  y += group_offset<kChunk>(row, thread % 16);
-  dv += int64_t(row) * row_stride + thread % 16 * 8;
-#pragma unroll 1
-  for (int i = 0; i < 2; ++i) {
-    uint4 x[4];
-#pragma unroll
-    for (int n = 0; n < 4; ++n, y += 8 * kPanelRowBytes) x[n] = ld_shared_16(y);
-#pragma unroll
-    for (int n = 0; n < 4; ++n, row += 8, dv += 8 * row_stride)
-      if (row < rows) *reinterpret_cast<uint4*>(dv) = scaled(x[n], beta[row]);
-  }
-}
-
 __device__ __forceinline__ void out_produce(OutShared& s, const OutArgs& args, int thread) {
-  const int tokens = args.plan.tokens_per_batch, v_heads = args.heads * args.group, lane = thread & 31;
+  const int tokens = args.plan.tokens_per_batch, v_heads = args.heads * args.group;
   const int64_t total = args.plan.total;
   const int works = args.plan.chunk_count() * args.heads;
   int step = 0, turn = 0;  // v heads and pairs so far
@@ -167,7 +158,7 @@ __device__ __forceinline__ void out_produce(OutShared& s, const OutArgs& args, i
     for (int j = 0; j < args.group; ++j, ++step, ++v_head) {
       const uint32_t parity = step & 1;
       OutVectors& vectors = s.vectors[parity];
-      // In the order in which the previous v head lets go of them, which is nearly the order in which this one asks.
+      // In the order in which the previous v head lets go of them.
       mbar_wait(smem_addr(&s.s_empty), parity ^ 1);
       load_state(smem_addr(s.s), s.s_full, args.states, s_slot, v_heads, v_head, thread);
       float b = 0.f, last = 0.f, beta = 0.f;  // on their way while the copies are started
@@ -177,13 +168,15 @@ __device__ __forceinline__ void out_produce(OutShared& s, const OutArgs& args, i
         if (thread < rows) beta = args.beta.at(token + thread, tokens, v_head);
       }
       mbar_wait(smem_addr(&s.values_empty), parity ^ 1);
-      load_rows<16, 128>(smem_addr(s.v), args.v.row(token, tokens, v_head), args.v.token_stride, rows, thread);
-      load_rows<8, 128>(smem_addr(s.t), args.t + (v_head * total + token) * kChunk, kChunk, rows, thread);
+      load_rows<16, 128>(smem_addr(s.v), args.v.row(fresh(token), tokens, v_head), args.v.token_stride, rows,
+                         fresh(thread));
+      load_rows<8, 128>(smem_addr(s.t), args.t + (v_head * total + token) * kChunk, kChunk, rows, fresh(thread));
       cp_async_commit();
       mbar_wait(smem_addr(&s.grads_empty), parity ^ 1);
-      load_rows<16, 128>(smem_addr(s.y), args.y + (int64_t(token) * v_heads + v_head) * kHeadDim, v_heads * kHeadDim,
-                         rows, thread);
-      load_rows<16, 128>(smem_addr(s.grad), args.grad.row(token, tokens, v_head), args.grad.token_stride, rows, thread);
+      load_rows<16, 128>(smem_addr(s.z), args.z + (int64_t(token) * v_heads + v_head) * kHeadDim, v_heads * kHeadDim,
+                         rows, fresh(thread));
+      load_rows<16, 128>(smem_addr(s.grad), args.grad.row(fresh(token), tokens, v_head), args.grad.token_stride, rows,
+                         fresh(thread));
       cp_async_commit();
       mbar_wait(smem_addr(&s.r_empty), parity ^ 1);
       load_state(smem_addr(s.r), s.r_full, args.adjoints, r_slot, v_heads, v_head, thread);
@@ -194,9 +187,9 @@ __device__ __forceinline__ void out_produce(OutShared& s, const OutArgs& args, i
         vectors.beta[thread] = beta;
         if (thread == 0) vectors.decay = ex2(last);
       }
-      if (loading_pair) {  // since the v head before: of a pair to come, or of this one if that one was the pair's only one
+      if (loading_pair && j == 0) {  // a pair since the v head before, which was its pair's only one: this one's
         cp_async_wait<2>();
-        normalise_pair(s, args, j == 0 ? turn : turn + 1, thread);
+        normalise_pair(s, args, turn, thread);
       }
       cp_async_wait<1>();
       fence_proxy_async();
@@ -204,10 +197,7 @@ __device__ __forceinline__ void out_produce(OutShared& s, const OutArgs& args, i
       cp_async_wait<0>();
       fence_proxy_async();
       mbar_arrive(smem_addr(&s.grads_full));
-      mbar_wait(smem_addr(&s.grads_full), parity);
-      value_gradient(smem_addr(s.y), vectors.beta, args.dv + (int64_t(token) * v_heads + v_head) * kHeadDim,
-                     v_heads * kHeadDim, rows, thread);
-      warp_arrive(s.grads_empty, lane);
+      if (loading_pair && j > 0) normalise_pair(s, args, turn + 1, thread);
       loading_pair = j == 0 && work + gridDim.x < works;
       if (loading_pair) load_pair(s, args, work + gridDim.x, turn + 1, thread);
     }
@@ -221,10 +211,9 @@ __device__ __forceinline__ int pairs_of_cta(const OutArgs& args) {
   return blockIdx.x < works ? (works - 1 - int(blockIdx.x)) / int(gridDim.x) + 1 : 0;
 }
 
-// acc_ij *= factor_i G_ij: zero above the diagonal, and on it when kStrict.
+// G_ij, zero above the diagonal, and on it when kStrict.
 template <bool kStrict>
-__device__ __forceinline__ void apply_decays(float (&acc)[32], const OutVectors& vectors, const float (&factor)[2],
-                                             const Lane& me) {
+__device__ __forceinline__ void decays(float (&g)[32], const OutVectors& vectors, const Lane& me) {
   const float b[2] = {vectors.b[me.row(0)], vectors.b[me.row(1)]};
 #pragma unroll
   for (int c = 0; c < 8; ++c) {
@@ -233,21 +222,26 @@ __device__ __forceinline__ void apply_decays(float (&acc)[32], const OutVectors&
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int least = me.row(h) - (kStrict ? 1 : 0), n = 4 * c + 2 * h;
-      acc[n] = column <= least ? acc[n] * factor[h] * ex2(b[h] - bc.x) : 0.f;
-      acc[n + 1] = column + 1 <= least ? acc[n + 1] * factor[h] * ex2(b[h] - bc.y) : 0.f;
+      g[n] = column <= least ? ex2(b[h] - bc.x) : 0.f;
+      g[n + 1] = column + 1 <= least ? ex2(b[h] - bc.y) : 0.f;
     }
   }
 }
 
-// dg of the chunk by one warp: sums from the end, two tokens a lane.
-__device__ __forceinline__ void gate_gradient(const OutVectors& vectors, const OutDots& dots, float* dg, int v_heads,
-                                              int rows, int lane) {
+// dg of the chunk by one warp, sums from the end, two tokens a lane; and dv where it isn't Z.
+__device__ __forceinline__ void gate_gradient(const OutVectors& vectors, const OutDots& dots, float* dg,
+                                              __nv_bfloat16* dv, int v_heads, int rows, int lane) {
   float db[2];
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
     const int i = 2 * lane + n;
-    const float m = fabsf(vectors.beta[i]) >= kLeastBeta ? vectors.beta[i] : 0.f;
-    db[n] = dots.query[i] + dots.erase[i] - m * vectors.grown[i] * dots.erased_state[i] - dots.key[i];
+    const bool live = writes(vectors.beta[i]);
+    if (!live && i < rows) {
+#pragma unroll 1
+      for (int group = 0; group < 16; ++group)
+        st_global_16(dv + int64_t(i) * v_heads * kHeadDim + group * 8, make_uint4(0, 0, 0, 0));
+    }
+    db[n] = dots.query[i] + dots.erase[i] - dots.key[i];
   }
   float sum = db[0] + db[1];
 #pragma unroll
@@ -306,7 +300,26 @@ __device__ __forceinline__ void out_query(OutShared& s, const OutArgs& args, int
       wgmma_commit();
       wgmma_wait<0>();
       pin(dq);
-      warp_arrive(s.s_empty, fresh(thread) & 31);
+      mbar_wait(smem_addr(&s.r_full), parity);
+      {
+        // <S, R> is the trace of S R^T: of its two diagonal blocks, added up.
+        float product[32];
+        wgmma_fence();
+        gemm_ss<Major::K, kHeadDim, Major::K, kHeadDim, 8>(product, smem_addr(s.s), smem_addr(s.r), false);
+        gemm_ss<Major::K, kHeadDim, Major::K, kHeadDim, 8>(product, smem_addr(s.s) + kChunk * kPanelRowBytes,
+                                                           smem_addr(s.r) + kChunk * kPanelRowBytes, true);
+        wgmma_commit();
+        wgmma_wait<0>();
+        pin(product);
+        me = Lane(fresh(thread));
+        warp_arrive(s.s_empty, me.lane);
+        warp_arrive(s.r_empty, me.lane);
+        const float sum = trace(product, me);
+        if (me.lane == 0) s.dots[parity].state[me.warp] = sum;
+      }
+      float g[32];
+      decays<false>(g, vectors, me);
+      pin(g);
 
       mbar_wait(smem_addr(&s.delta_full), parity);
       float dp[32];
@@ -317,8 +330,8 @@ __device__ __forceinline__ void out_query(OutShared& s, const OutArgs& args, int
       pin(dp);
       me = Lane(fresh(thread));
       warp_arrive(s.grads_empty, me.lane);
-      const float factor[2] = {args.scale, args.scale};
-      apply_decays<false>(dp, vectors, factor, me);
+#pragma unroll
+      for (int n = 0; n < 32; ++n) dp[n] *= args.scale * g[n];
       uint32_t f[4][4];
       to_frag(f, dp);
 #pragma unroll
@@ -329,26 +342,59 @@ __device__ __forceinline__ void out_query(OutShared& s, const OutArgs& args, int
       wgmma_fence();
       gemm_rs<Major::MN, kChunk, 4>(dq, f, smem_addr(s.pairs[fresh(turn) & 1].k), true);
       wgmma_commit();
+      me = Lane(fresh(thread));
+      uint32_t rows[8][4];  // of q^
+      load_frags(rows, smem_addr(s.pairs[fresh(turn) & 1].q), me.row0, me.lane);
       wgmma_wait<0>();
       pin(dq);
-      me = Lane(fresh(thread));
+      pin(rows);
       OutDots& dots = s.dots[fresh(step) & 1];
       float now[2];
-      row_dots(now, dq, smem_addr(s.pairs[fresh(turn) & 1].q), me.row0, me.lane);
+      row_dots(now, dq, rows);
       if ((me.lane & 3) == 0) dots.query[me.row(0)] = now[0] - dot[0], dots.query[me.row(1)] = now[1] - dot[1];
       dot[0] = now[0], dot[1] = now[1];
-      bar_sync(kComputeBarrier, 384);
+      warp_arrive(s.dots_full, fresh(thread) & 31);
     }
+    mbar_wait(smem_addr(&s.dots_full), (fresh(step) - 1) & 1);  // nothing reads q^ any more
     const Lane me(fresh(thread));
-    const OutPlace& place = s.places[fresh(turn) & 1];
     const uint32_t q = smem_addr(s.pairs[fresh(turn) & 1].q);
     if (args.l2norm) norm_backward(dq, dot, q, s.rq[turn & 1], me);
-    store_rows(q, dq, args.dq + place.row * kHeadDim, args.heads * kHeadDim, place.rows, me);
+    stage_rows(q, dq, me);
+    const OutPlace& place = s.places[fresh(turn) & 1];
+    send_rows(q, args.dq + place.row * kHeadDim, args.heads * kHeadDim, place.rows, me);
     warp_arrive(s.pair_empty[turn & 1], me.lane);
   }
 }
 
 // ---- warpgroup 1: the erasing side (k in its query role) ------------------------------------------------------------
+
+// dbeta of rows of a small beta, from sums over the tokens before.
+__device__ __forceinline__ void small_betas(OutShared& s, const OutVectors& vectors, const OutDots& dots,
+                                            const uint32_t (&dl)[4][4], uint32_t k, const OutPlace& place,
+                                            const OutArgs& args, int j, const Lane& me) {
+  float kk[32];
+  wgmma_fence();
+  gemm_ss<Major::K, kChunk, Major::K, kChunk, 8>(kk, k, k, false);
+  wgmma_commit();
+  wgmma_wait<0>();
+  pin(kk);
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    float e = 0.f;
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+#pragma unroll
+      for (int n = h; n < 4; n += 2) {
+        e = fmaf(bf16_lo(dl[i][n]), kk[acc_index(i, n)], e);
+        e = fmaf(bf16_hi(dl[i][n]), kk[acc_index(i, n) + 1], e);
+      }
+    e = row_sum(e);
+    const int row = me.row(h);
+    const float beta = vectors.beta[row];
+    if ((me.lane & 3) == 0 && row < place.rows && !divides(beta))
+      args.dbeta[(place.row + row * args.heads) * args.group + j] = (dots.residual[row] + e) / row_factor(beta);
+  }
+}
 
 __device__ __forceinline__ void out_erase(OutShared& s, const OutArgs& args, int thread) {
   const int turns = pairs_of_cta(args);
@@ -357,7 +403,7 @@ __device__ __forceinline__ void out_erase(OutShared& s, const OutArgs& args, int
     const OutPlace& place = s.places[turn & 1];
     const uint32_t k = smem_addr(s.pairs[turn & 1].k);
     mbar_wait(smem_addr(&s.pair_full[turn & 1]), (turn >> 1) & 1);
-    float dk[64];
+    float dk[64], dot[2] = {0.f, 0.f};
     for (int j = 0; j < args.group; ++j, ++step) {
       Lane me(fresh(thread));
       const uint32_t parity = step & 1;
@@ -367,12 +413,9 @@ __device__ __forceinline__ void out_erase(OutShared& s, const OutArgs& args, int
       {
         float scale[2];
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const float beta = vectors.beta[me.row(h)];
-          scale[h] = fabsf(beta) >= kLeastBeta ? -beta * vectors.grown[me.row(h)] : 0.f;
-        }
+        for (int h = 0; h < 2; ++h) scale[h] = writes(vectors.beta[me.row(h)]) ? -vectors.grown[me.row(h)] : 0.f;
         uint32_t a[8][4];
-        load_scaled(a, smem_addr(s.y), me.row0, scale, me.lane);
+        load_scaled(a, smem_addr(s.z), me.row0, scale, me.lane);
         mbar_wait(smem_addr(&s.s_full), parity);
         pin(a);
         wgmma_fence();
@@ -381,27 +424,32 @@ __device__ __forceinline__ void out_erase(OutShared& s, const OutArgs& args, int
         wgmma_wait<0>();
         pin(dk);
       }
-      warp_arrive(s.s_empty, me.lane);
-
       me = Lane(fresh(thread));
+      warp_arrive(s.s_empty, me.lane);
+      float g[32];
+      decays<true>(g, vectors, me);
+      pin(g);
+
       mbar_wait(smem_addr(&s.delta_full), parity);
       float dl[32];
       wgmma_fence();
-      gemm_ss<Major::K, kChunk, Major::K, kChunk, 8>(dl, smem_addr(s.y), smem_addr(s.delta), false);
+      gemm_ss<Major::K, kChunk, Major::K, kChunk, 8>(dl, smem_addr(s.z), smem_addr(s.delta), false);
       wgmma_commit();
       wgmma_wait<0>();
       pin(dl);
+      me = Lane(fresh(thread));
       warp_arrive(s.grads_empty, me.lane);
-      float m[2];
       bool live[2];
+      float zd[2] = {0.f, 0.f};  // Z . D
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const float beta = vectors.beta[me.row(h)];
-        live[h] = fabsf(beta) >= kLeastBeta;
-        m[h] = live[h] ? beta : 1.f;
-      }
-      const float factor[2] = {-m[0], -m[1]};
-      apply_decays<true>(dl, vectors, factor, me);
+      for (int h = 0; h < 2; ++h) live[h] = writes(vectors.beta[me.row(h)]);
+#pragma unroll
+      for (int c = 0; c < 8; ++c)
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+          if (me.row(c & 1) == me.column(c) + i) zd[c & 1] += dl[4 * c + 2 * (c & 1) + i];
+#pragma unroll
+      for (int n = 0; n < 32; ++n) dl[n] *= -g[n];
       uint32_t f[4][4];
       to_frag(f, dl);
       uint32_t kept[4][4];
@@ -414,82 +462,115 @@ __device__ __forceinline__ void out_erase(OutShared& s, const OutArgs& args, int
       fence_proxy_async();
       mbar_arrive(smem_addr(&s.products_full));
       pin(kept);
-      float kk[32];  // made again for every v head: registers are scarcer than products here
+      if (dots.small[0] | dots.small[1] | dots.small[2] | dots.small[3])
+        small_betas(s, vectors, dots, f, k, place, args, j, me);
       wgmma_fence();
-      gemm_ss<Major::K, kChunk, Major::K, kChunk, 8>(kk, k, k, false);
-      wgmma_commit();
       gemm_rs<Major::MN, kChunk, 4>(dk, kept, k, true);
       wgmma_commit();
-      wgmma_wait<1>();
-      pin(kk);
+      uint32_t rows[8][4];  // of k^
+      load_frags(rows, k, me.row0, me.lane);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        float e = 0.f;  // with the rounded dL, as the products see it
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-#pragma unroll
-          for (int n = h; n < 4; n += 2) {
-            e = fmaf(bf16_lo(f[i][n]), kk[acc_index(i, n)], e);
-            e = fmaf(bf16_hi(f[i][n]), kk[acc_index(i, n) + 1], e);
-          }
-        e = row_sum(e);
         const int row = me.row(h);
-        if ((me.lane & 3) == 0) {
-          dots.erase[row] = live[h] ? e : 0.f;
-          if (row < place.rows)  // Y . W is there since D is
-            args.dbeta[(place.row + row * args.heads) * args.group + j] = dots.residual[row] + e / m[h];
-        }
+        const float beta = vectors.beta[row], dot_d = row_sum(zd[h]);
+        if ((me.lane & 3) == 0 && row < place.rows && divides(beta))
+          args.dbeta[(place.row + row * args.heads) * args.group + j] = dot_d / beta / beta;
       }
       wgmma_wait<0>();
       pin(dk);
-      bar_sync(kComputeBarrier, 384);  // every dot of this v head is there, and every product of it done
-      if (me.warp == 0)
-        gate_gradient(vectors, dots, args.dg + place.row * args.group + j, args.heads * args.group, place.rows,
-                      fresh(me.lane));
+      pin(rows);
+      float now[2];
+      row_dots(now, dk, rows);
+      if ((me.lane & 3) == 0) dots.erase[me.row(0)] = now[0] - dot[0], dots.erase[me.row(1)] = now[1] - dot[1];
+      dot[0] = now[0], dot[1] = now[1];
+      me = Lane(fresh(thread));
+      warp_arrive(s.dots_full, me.lane);
+      if (me.warp == 0) {
+        mbar_wait(smem_addr(&s.dots_full), fresh(step) & 1);
+        gate_gradient(vectors, dots, args.dg + place.row * args.group + j,
+                      args.dv + (place.row * args.group + j) * kHeadDim, args.heads * args.group, place.rows, me.lane);
+      }
     }
+    mbar_wait(smem_addr(&s.dots_full), (fresh(step) - 1) & 1);  // no product reads k^ any more
+    mbar_wait(smem_addr(&s.key_full), fresh(turn) & 1);
+    // Warpgroup 2's part lies in the same places of the same thread numbers.
 #pragma unroll
-    for (int c = 0; c < 16; ++c)
-      s.erased[c][thread] = make_float4(dk[4 * c], dk[4 * c + 1], dk[4 * c + 2], dk[4 * c + 3]);
-    bar_sync(kKeyBarrier, 256);  // warpgroup 2 takes them over
+    for (int first = 0; first < 16; first += 4) {
+      float4 part[4];
+#pragma unroll
+      for (int c = 0; c < 4; ++c) part[c] = s.key[first + c][thread];
+      __syncwarp();
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        float* to = dk + 4 * (first + c);
+        to[0] += part[c].x, to[1] += part[c].y, to[2] += part[c].z, to[3] += part[c].w;
+      }
+    }
+    mbar_arrive(smem_addr(&s.key_empty));
+    const Lane me(fresh(thread));
+    if (args.l2norm) {
+      row_dots(dot, dk, k, me.row0, me.lane);
+      norm_backward(dk, dot, k, s.rk[fresh(turn) & 1], me);
+    }
+    stage_rows(k, dk, me);
+    send_rows(k, args.dk + place.row * kHeadDim, args.heads * kHeadDim, place.rows, me);
+    warp_arrive(s.pair_empty[fresh(turn) & 1], me.lane);
   }
 }
 
 // ---- warpgroup 2: D and the key side --------------------------------------------------------------------------------
 
-// W = v - 2^b U: bf16(beta W) to its tile, and the row dots Y . W and Y . U.
-__device__ __forceinline__ void residual(OutShared& s, const OutVectors& vectors, OutDots& dots, const float (&u)[64],
+// Steps first .. first + 3 of a tile's rows as fragments.
+__device__ __forceinline__ void load_half(uint32_t (&f)[4][4], uint32_t tile, int first, const Lane& me) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) ldmatrix(f[i], frag_address<kChunk>(tile, me.row0, first + i, me.lane));
+}
+
+// W = v - 2^b U: bf16(beta W) to its tile.
+__device__ __forceinline__ void residual(OutShared& s, const OutVectors& vectors, const float (&u)[64],
                                          const Lane& me) {
   const float beta[2] = {vectors.beta[me.row(0)], vectors.beta[me.row(1)]};
   const float grown[2] = {vectors.grown[me.row(0)], vectors.grown[me.row(1)]};
-  float with_w[2][2] = {}, with_u[2][2] = {};
 #pragma unroll
-  for (int first = 0; first < 8; first += 2) {
-    uint32_t v[2][4], y[2][4];
+  for (int first = 0; first < 8; first += 4) {
+    uint32_t v[4][4];
+    load_half(v, smem_addr(s.v), first, me);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      ldmatrix(v[i], frag_address<kChunk>(smem_addr(s.v), me.row0, first + i, me.lane));
-      ldmatrix(y[i], frag_address<kChunk>(smem_addr(s.y), me.row0, first + i, me.lane));
-    }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < 4; ++i) {
       uint32_t f[4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const int n = acc_index(first + i, j), h = j & 1;
-        const float w0 = bf16_lo(v[i][j]) - grown[h] * u[n], w1 = bf16_hi(v[i][j]) - grown[h] * u[n + 1];
-        with_w[h][0] = fmaf(bf16_lo(y[i][j]), w0, with_w[h][0]);
-        with_w[h][1] = fmaf(bf16_hi(y[i][j]), w1, with_w[h][1]);
-        with_u[h][0] = fmaf(bf16_lo(y[i][j]), u[n], with_u[h][0]);
-        with_u[h][1] = fmaf(bf16_hi(y[i][j]), u[n + 1], with_u[h][1]);
-        f[j] = pack_bf16(beta[h] * w0, beta[h] * w1);
+        f[j] = pack_bf16(beta[h] * (bf16_lo(v[i][j]) - grown[h] * u[n]),
+                         beta[h] * (bf16_hi(v[i][j]) - grown[h] * u[n + 1]));
       }
       stmatrix(frag_address<kChunk>(smem_addr(s.delta), me.row0, first + i, me.lane), f);
     }
   }
+}
+
+// Z . W.
+__device__ __forceinline__ void residual_dots(OutShared& s, const OutVectors& vectors, OutDots& dots,
+                                              const float (&u)[64], const Lane& me) {
+  const float grown[2] = {vectors.grown[me.row(0)], vectors.grown[me.row(1)]};
+  float sum[2] = {0.f, 0.f};
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    uint32_t v[4], z[4];
+    ldmatrix(v, frag_address<kChunk>(smem_addr(s.v), me.row0, i, me.lane));
+    ldmatrix(z, frag_address<kChunk>(smem_addr(s.z), me.row0, i, me.lane));
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int n = acc_index(i, j), h = j & 1;
+      sum[h] = fmaf(bf16_lo(z[j]), bf16_lo(v[j]) - grown[h] * u[n], sum[h]);
+      sum[h] = fmaf(bf16_hi(z[j]), bf16_hi(v[j]) - grown[h] * u[n + 1], sum[h]);
+    }
+    __syncwarp();  // one step's registers at a time
+  }
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const float w = row_sum(with_w[h][0] + with_w[h][1]), state = row_sum(with_u[h][0] + with_u[h][1]);
-    if ((me.lane & 3) == 0) dots.residual[me.row(h)] = w, dots.erased_state[me.row(h)] = state;
+    const float dot = row_sum(sum[h]);
+    if ((me.lane & 3) == 0) dots.residual[me.row(h)] = dot;
   }
 }
 
@@ -498,8 +579,6 @@ __device__ __forceinline__ void out_delta(OutShared& s, const OutArgs& args, int
   const uint32_t delta = smem_addr(s.delta);
   int step = 0;
   for (int turn = 0; turn < turns; ++turn) {
-    const OutPlace& place = s.places[turn & 1];
-    const uint32_t q = smem_addr(s.pairs[turn & 1].q), k = smem_addr(s.pairs[turn & 1].k);
     mbar_wait(smem_addr(&s.pair_full[turn & 1]), (turn >> 1) & 1);
     float dk[64], dot[2] = {0.f, 0.f};
     for (int j = 0; j < args.group; ++j, ++step) {
@@ -510,15 +589,27 @@ __device__ __forceinline__ void out_delta(OutShared& s, const OutArgs& args, int
       mbar_wait(smem_addr(&s.s_full), parity);
       float u[64];
       wgmma_fence();
-      gemm_ss<Major::K, kChunk, Major::K, kHeadDim, 8>(u, k, smem_addr(s.s), false);
+      gemm_ss<Major::K, kChunk, Major::K, kHeadDim, 8>(u, smem_addr(s.pairs[fresh(turn) & 1].k), smem_addr(s.s), false);
       wgmma_commit();
       mbar_wait(smem_addr(&s.values_full), parity);
-      mbar_wait(smem_addr(&s.grads_full), parity);
+      if (j == 0 && turn > 0) mbar_wait(smem_addr(&s.key_empty), (turn - 1) & 1);  // beta W takes its place
       wgmma_wait<0>();
       pin(u);
       me = Lane(fresh(thread));
-      residual(s, vectors, dots, u, me);
+      warp_arrive(s.s_empty, me.lane);
+      {
+        const bool small =
+            !__all_sync(0xffffffffu, divides(vectors.beta[me.row(0)]) && divides(vectors.beta[me.row(1)]));
+        if (me.lane == 0) dots.small[me.warp] = small;
+        if (small) {
+          mbar_wait(smem_addr(&s.grads_full), parity);
+          residual_dots(s, vectors, dots, u, Lane(fresh(thread)));
+        }
+      }
+      me = Lane(fresh(thread));
       warp_arrive(s.grads_empty, me.lane);
+      residual(s, vectors, u, me);
+      const float rest[2] = {vectors.rest[me.row(0)], vectors.rest[me.row(1)]};
       fence_proxy_async();
       bar_sync(kDeltaBarrier, 128);
       wgmma_fence();
@@ -537,7 +628,6 @@ __device__ __forceinline__ void out_delta(OutShared& s, const OutArgs& args, int
       mbar_arrive(smem_addr(&s.delta_full));
 
       // The scaled operand is made of the rounded D, as the products with D see it.
-      const float rest[2] = {vectors.rest[me.row(0)], vectors.rest[me.row(1)]};
 #pragma unroll
       for (int i = 0; i < 8; ++i)
 #pragma unroll
@@ -547,60 +637,38 @@ __device__ __forceinline__ void out_delta(OutShared& s, const OutArgs& args, int
       wgmma_fence();
       gemm_rs<Major::MN, kHeadDim, 8>(dk, f, smem_addr(s.r), j > 0);
       wgmma_commit();
+      me = Lane(fresh(thread));
+      uint32_t rows[8][4];  // of k^
+      load_frags(rows, smem_addr(s.pairs[fresh(turn) & 1].k), me.row0, me.lane);
       wgmma_wait<0>();
       pin(dk);
-      {
-        // <S, R> is the trace of S R^T: of its two diagonal blocks, added up.
-        float product[32];
-        wgmma_fence();
-        gemm_ss<Major::K, kHeadDim, Major::K, kHeadDim, 8>(product, smem_addr(s.s), smem_addr(s.r), false);
-        gemm_ss<Major::K, kHeadDim, Major::K, kHeadDim, 8>(product, smem_addr(s.s) + kChunk * kPanelRowBytes,
-                                                           smem_addr(s.r) + kChunk * kPanelRowBytes, true);
-        wgmma_commit();
-        wgmma_wait<0>();
-        pin(product);
-        me = Lane(fresh(thread));
-        const float sum = trace(product, me);
-        if (me.lane == 0) dots.state[me.warp] = sum;
-      }
-      warp_arrive(s.s_empty, me.lane);
+      pin(rows);
       warp_arrive(s.r_empty, me.lane);
-      me = Lane(fresh(thread));
       float now[2];
-      row_dots(now, dk, k, me.row0, me.lane);
-      float written = (now[0] - dot[0]) + (now[1] - dot[1]);
+      row_dots(now, dk, rows);
+      float sum = (now[0] - dot[0]) + (now[1] - dot[1]);
 #pragma unroll
-      for (int d = 4; d <= 16; d <<= 1) written += __shfl_xor_sync(0xffffffffu, written, d);
-      if (me.lane == 0) dots.written[me.warp] = written;
+      for (int d = 4; d <= 16; d <<= 1) sum += __shfl_xor_sync(0xffffffffu, sum, d);
+      if (me.lane == 0) dots.written[me.warp] = sum;
 
       mbar_wait(smem_addr(&s.products_full), parity);
       wgmma_fence();
-      gemm_ss<Major::MN, kChunk, Major::MN, kChunk, 4>(dk, smem_addr(s.dp), q, true);
-      gemm_ss<Major::MN, kChunk, Major::MN, kChunk, 4>(dk, smem_addr(s.dl), k, true);
+      const OutPairTiles& pair = s.pairs[fresh(turn) & 1];
+      gemm_ss<Major::MN, kChunk, Major::MN, kChunk, 4>(dk, smem_addr(s.dp), smem_addr(pair.q), true);
+      gemm_ss<Major::MN, kChunk, Major::MN, kChunk, 4>(dk, smem_addr(s.dl), smem_addr(pair.k), true);
       wgmma_commit();
       wgmma_wait<0>();
       pin(dk);
       me = Lane(fresh(thread));
-      row_dots(now, dk, k, me.row0, me.lane);
+      row_dots(now, dk, rows);
       if ((me.lane & 3) == 0) dots.key[me.row(0)] = now[0] - dot[0], dots.key[me.row(1)] = now[1] - dot[1];
       dot[0] = now[0], dot[1] = now[1];
-      bar_sync(kComputeBarrier, 384);
+      warp_arrive(s.dots_full, me.lane);
     }
-    bar_sync(kKeyBarrier, 256);
-    // The erasing side's part lies in the same places of the same thread numbers.
+    bar_sync(kDeltaBarrier, 128);  // every product of this warpgroup has been made, as those of D with dO and Z have
 #pragma unroll
-    for (int c = 0; c < 16; ++c) {
-      const float4 x = s.erased[c][thread];
-      dk[4 * c] += x.x, dk[4 * c + 1] += x.y, dk[4 * c + 2] += x.z, dk[4 * c + 3] += x.w;
-    }
-    bar_sync(kDeltaBarrier, 128);  // every warp has its part: the next beta W takes its place
-    const Lane me(fresh(thread));
-    if (args.l2norm) {
-      row_dots(dot, dk, k, me.row0, me.lane);
-      norm_backward(dk, dot, k, s.rk[turn & 1], me);
-    }
-    store_rows(k, dk, args.dk + place.row * kHeadDim, args.heads * kHeadDim, place.rows, me);
-    warp_arrive(s.pair_empty[turn & 1], me.lane);
+    for (int c = 0; c < 16; ++c) s.key[c][thread] = make_float4(dk[4 * c], dk[4 * c + 1], dk[4 * c + 2], dk[4 * c + 3]);
+    mbar_arrive(smem_addr(&s.key_full));  // warpgroup 1 takes them over
   }
 }
 
@@ -610,16 +678,19 @@ static __global__ void __launch_bounds__(kOutThreads, 1) out_kernel(const __grid
   if (threadIdx.x == 0) {
     for (int i = 0; i < 2; ++i) {
       mbar_init(smem_addr(&s.pair_full[i]), 128);
-      mbar_init(smem_addr(&s.pair_empty[i]), 8 * kWarpArrivals);  // warps of query and delta
+      mbar_init(smem_addr(&s.pair_empty[i]), 8 * kWarpArrivals);  // warps of query and erase
     }
     mbar_init(smem_addr(&s.values_full), 128);
     mbar_init(smem_addr(&s.values_empty), 4 * kWarpArrivals);  // warps of delta
     mbar_init(smem_addr(&s.grads_full), 128);
-    mbar_init(smem_addr(&s.grads_empty), 16 * kWarpArrivals);  // all warps
+    mbar_init(smem_addr(&s.grads_empty), 12 * kWarpArrivals);  // warps of query, erase and delta
     mbar_init(smem_addr(&s.s_full), 128);
     mbar_init(smem_addr(&s.s_empty), 12 * kWarpArrivals);  // warps of query, erase and delta
     mbar_init(smem_addr(&s.r_full), 128);
-    mbar_init(smem_addr(&s.r_empty), 4 * kWarpArrivals);  // warps of delta
+    mbar_init(smem_addr(&s.r_empty), 8 * kWarpArrivals);  // warps of query and delta
+    mbar_init(smem_addr(&s.dots_full), 12 * kWarpArrivals);  // warps of query, erase and delta
+    mbar_init(smem_addr(&s.key_full), 128);
+    mbar_init(smem_addr(&s.key_empty), 128);
     mbar_init(smem_addr(&s.delta_full), 128);
     mbar_init(smem_addr(&s.products_full), 256);
     mbar_init_fence();

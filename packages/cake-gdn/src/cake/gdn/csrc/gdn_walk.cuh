@@ -11,6 +11,7 @@
 #include "cake/frag.cuh"
 #include "cake/pipe.cuh"
 #include "cake/walk.cuh"
+#include "gdn_beta.cuh"
 
 namespace cake::gdn {
 
@@ -29,7 +30,7 @@ struct WalkArgs {
   Plan plan;
   const __nv_bfloat16* t;  // [HV, total, 64]
   const float *b, *rq, *rk;  // [HV, total], [H, total]
-  __nv_bfloat16* out;  // [total, HV, 128]: o or Y; may be null
+  __nv_bfloat16* out;  // [total, HV, 128]: o or Z; may be null
   __nv_bfloat16* states;  // tape images [slots, HV, 128, 128]; may be null
   const float* edge_in;  // [N, HV, K, V] or null: initial state, or gradient of the final state
   const float* inner;  // [segments, HV, K, V] of a call that is cut, else null: the states where segments meet
@@ -153,6 +154,7 @@ __device__ __forceinline__ void help(WalkShared& s, const WalkArgs& args, const 
         f.a[thread] = rest * now.rk;  // dD = a (k R) + P^T dO
         f.b[thread] = args.scale * grown * now.rq;  // R += (b dO)^T q
         f.c[thread] = -now.beta * grown * now.rk;  // R += (c Y)^T k
+        f.d[thread] = row_factor(now.beta);  // Z = d Y
       }
       if (thread == 0) f.decay = ex2(now.last);
       // The next chunk's are on their way while this one's P is made.

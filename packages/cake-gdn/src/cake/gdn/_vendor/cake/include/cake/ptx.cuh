@@ -17,7 +17,8 @@ __device__ __forceinline__ uint32_t smem_addr(const void* p) {
 // being kept in registers across a loop, where there are none to spare.
 template <typename T>
 __device__ __forceinline__ T fresh(T x) {
-  asm volatile("" : "+r"(x));
+  if constexpr (sizeof(T) == 8) asm volatile("" : "+l"(x));
+  else asm volatile("" : "+r"(x));
   return x;
 }
 
@@ -134,6 +135,13 @@ __device__ __forceinline__ void stmatrix(uint32_t addr, const uint32_t (&r)[4]) 
 __device__ __forceinline__ void stmatrix_trans(uint32_t addr, const uint32_t (&r)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(addr), "r"(r[0]),
                "r"(r[1]), "r"(r[2]), "r"(r[3])
+               : "memory");
+}
+
+// 16 bytes at once: the compiler stores what comes from an asm word by word.
+__device__ __forceinline__ void st_global_16(void* p, uint4 v) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(p)), "r"(v.x), "r"(v.y),
+               "r"(v.z), "r"(v.w)
                : "memory");
 }
 
