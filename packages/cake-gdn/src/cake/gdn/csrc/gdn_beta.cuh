@@ -1,16 +1,14 @@
-// What the backward divides by a token's beta, and where it is too small for that.
+// Where a token's beta is too small for anything that the token writes to be seen in fp32 beside what others do.
 //
-// The adjoint walk leaves Z = m Y of each token, Y the adjoint of its delta. With m = beta that is the token's dv. Where beta is
-// so small that nothing the token writes could be seen in fp32 beside what others do, m is 1, and dv is 0.
+// The backward's walk leaves Z = m Y of each token, Y the adjoint of its delta. With m = beta that is the token's dv; where
+// beta is too small to divide dbeta by, m is 1, and dv is 0.
 #pragma once
 
 namespace cake::gdn {
 
-constexpr float kLeastBeta = 0x1p-60f;  // that a token writes with
-constexpr float kLeastDivisor = 0x1p-40f;  // whose square divides in fp32
+constexpr float kLeastBeta = 0x1p-60f;
 
 __device__ __forceinline__ bool writes(float beta) { return fabsf(beta) >= kLeastBeta; }
-__device__ __forceinline__ bool divides(float beta) { return fabsf(beta) >= kLeastDivisor; }
 __device__ __forceinline__ float row_factor(float beta) { return writes(beta) ? beta : 1.f; }
 
 }  // namespace cake::gdn
