@@ -195,7 +195,9 @@ def out(
     """The parallel rest of the backward; see `_stages`. dv takes over y's storage."""
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     dk = torch.empty(k.shape, dtype=k.dtype, device=q.device)
-    dbeta, dg = torch.empty((2, *v.shape[:3]), dtype=torch.float32, device=q.device).unbind()
+    # Of their own: an op's results share no memory.
+    dbeta = torch.empty(v.shape[:3], dtype=torch.float32, device=q.device)
+    dg = torch.empty_like(dbeta)
     _library("gdn_out").gdn_out(
         q, k, v, do, y, beta, prep.plan, seqs.n, seqs.chunk_capacity,
         prep.t, prep.b, prep.rq, prep.rk, states, adj_states, states_edge, adj_edge,
