@@ -169,7 +169,7 @@ class TestPrep:
         made = prepare(case.replace(g=torch.full_like(case.g, -1e4)), seqs)
         cut = prepare(case.replace(g=torch.full_like(case.g, -88.0)), seqs)
         made, cut = (by_token(x, seqs) for x in (made, cut))
-        for name, x in vars(made).items():
+        for name, x in made._asdict().items():
             if name != "plan":
                 assert torch.isfinite(x).all()
                 assert_bitwise_equal(name, x, getattr(cut, name))
