@@ -22,7 +22,7 @@ from cake.core import state_chain
 
 ARCH, STEPS = "sm_90a", 16
 # Both sides of every border of the bands, and what lies between.
-LOADS = (2, 4, 8, 10, 12, 16, 18, 24, 32, 34, 40, 48, 64, 66, 96, 128, 192)
+LOADS = (2, 4, 8, 10, 12, 16, 18, 24, 32, 34, 40, 48, 64, 66, 68, 96, 98, 100, 128, 192)
 NBYTES_PER_S = 4.3e12
 # What is closer than that is one time.
 NOISE = 0.02
