@@ -23,8 +23,6 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 GDN = ROOT / "packages" / "cake-gdn" / "benchmarks" / "results" / "h200.json"
-# An earlier version's run beside FlashQLA: where its figures come from.
-BESIDE_FLASHQLA = GDN.with_name("h200-flashqla.json")
 KDA = ROOT / "packages" / "cake-kda" / "benchmarks" / "results" / "h200.json"
 FLA_TESTS = ROOT / "packages" / "cake-core" / "benchmarks" / "results" / "fla-tests.json"
 MARK = re.compile(r"<!-- measured (\S+) -->\n.*?<!-- /measured -->", re.DOTALL)
@@ -60,8 +58,7 @@ def documents_of(lengths: list[int]) -> str:
 
 
 def shapes(results: dict[str, Any]) -> str:
-    """Forward and forward with backward of every shape, det; FlashQLA from an earlier version's run."""
-    beside = json.loads(BESIDE_FLASHQLA.read_text())
+    """Forward and forward with backward of every shape, det, beside FlashQLA."""
     lines = [
         "| heads (H, HV) | tokens of the documents | fwd | fwd+bwd | recomputed | wall "
         "| FlashQLA fwd | fwd+bwd | wall |",
@@ -74,9 +71,9 @@ def shapes(results: dict[str, Any]) -> str:
         figures = [
             *ours(results, name),
             cell(results, "wall_ms", **det, mode="save", **{"pass": "fwd+bwd"}),
-            cell(beside, "gpu_ms", **peer, **{"pass": "fwd"}),
-            cell(beside, "gpu_ms", **peer, **{"pass": "fwd+bwd"}),
-            cell(beside, "wall_ms", **peer, **{"pass": "fwd+bwd"}),
+            cell(results, "gpu_ms", **peer, **{"pass": "fwd"}),
+            cell(results, "gpu_ms", **peer, **{"pass": "fwd+bwd"}),
+            cell(results, "wall_ms", **peer, **{"pass": "fwd+bwd"}),
         ]
         heads = f"({first['heads'][0]}, {first['heads'][1]})"
         lines.append(f"| {heads} | {documents_of(first['lengths'])} | {' | '.join(figures)} |")
@@ -109,23 +106,23 @@ def kda_shapes(results: dict[str, Any]) -> str:
 
 
 def stages(results: dict[str, Any], shape: str = "M") -> str:
-    """Each kernel's time on one shape."""
+    """Each kernel's time on one shape, and what it reaches of the rates of a copy and of a matrix product."""
     first = rows(results, shape=shape)[0]
     where = f"({first['heads'][0]}, {first['heads'][1]}), {documents_of(first['lengths'])} tokens"
-    lines = [f"| kernel | ms on {where} |", "|---|---|"]
+    lines = [f"| kernel | ms on {where} | of the copy's rate | of the product's |", "|---|---|---|---|"]
     for part, title in STAGES.items():
         for row in results["kernels"]:
             here = (row["shape"], row["arm"], row["pass"], row["mode"])
             if here == (shape, "cake-det", "fwd+bwd", "save") and part in row["name"]:
-                lines.append(f"| {title} | {row['gpu_ms'] / row['calls']:.2f} |")
+                reached = f"{row['of_copy']:.0%} | {row['of_matmul']:.0%}"
+                lines.append(f"| {title} | {row['gpu_ms'] / row['calls']:.2f} | {reached} |")
     return "\n".join(lines)
 
 
 def segments(results: dict[str, Any]) -> str:
-    """Shapes that are cut into segments, beside the version that walked whole sequences."""
-    before = json.loads(BESIDE_FLASHQLA.read_text())
+    """Shapes that are cut into segments, beside FlashQLA, which cuts them too."""
     lines = [
-        "| heads (H, HV) | tokens of the documents | fwd+bwd, whole sequences (0.1.0) | in segments |",
+        "| heads (H, HV) | tokens of the documents | fwd+bwd | FlashQLA |",
         "|---|---|---|---|",
     ]
     names = (
@@ -138,8 +135,9 @@ def segments(results: dict[str, Any]) -> str:
     )
     for name in names:
         first = rows(results, shape=name)[0]
-        wanted = {"shape": name, "arm": "cake-det", "pass": "fwd+bwd", "mode": "save"}
-        figures = f"{cell(before, 'gpu_ms', **wanted)} | {cell(results, 'gpu_ms', **wanted)}"
+        wanted = {"shape": name, "pass": "fwd+bwd"}
+        own = cell(results, "gpu_ms", arm="cake-det", mode="save", **wanted)
+        figures = f"{own} | {cell(results, 'gpu_ms', arm='flashqla', **wanted)}"
         heads = f"({first['heads'][0]}, {first['heads'][1]})"
         lines.append(f"| {heads} | {documents_of(first['lengths'])} | {figures} |")
     return "\n".join(lines)
@@ -158,9 +156,8 @@ def memory(results: dict[str, Any]) -> str:
     ):
         wanted = {"shape": "M", "arm": arm, "mode": mode}
         figures = []
-        run = json.loads(BESIDE_FLASHQLA.read_text()) if arm == "flashqla" else results
         for field, name in (("saved_bytes", "fwd_train"), ("peak_bytes", "fwd+bwd")):
-            row = rows(run, **wanted, **{"pass": name})[0]
+            row = rows(results, **wanted, **{"pass": name})[0]
             figures.append(f"{row[field] / sum(row['lengths']) / 1024:.1f}")
         lines.append(f"| {title} | {' | '.join(figures)} |")
     return "\n".join(lines)
@@ -216,12 +213,34 @@ def fla_tests(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def host(results: dict[str, Any]) -> str:
+    """Time until an eager call returns on an idle GPU, and what a call that launches nothing needs."""
+    lines = [
+        "| until the call returns, us | fwd | fwd with the tape | fwd+bwd |",
+        "|---|---|---|---|",
+    ]
+    for shape in ("M", "h4v12-rl"):
+        heads = rows(results, shape=shape)[0]["heads"]
+        for title, arm, mode in (("cake", "cake-det", "save"), ("FlashQLA", "flashqla", None)):
+            wanted = {"shape": shape, "arm": arm}
+            figures = [cell(results, "host_us", 0, **wanted, **{"pass": "fwd"})]
+            for name in ("fwd_train", "fwd+bwd"):
+                figures.append(cell(results, "host_us", 0, **wanted, mode=mode, **{"pass": name}))
+            lines.append(f"| {title}, ({heads[0]}, {heads[1]}) | {' | '.join(figures)} |")
+    floor = results["header"]["host_floor_us"]
+    lines.append(
+        f"| an autograd node that launches nothing | – | {floor['fwd_train']:.0f} | {floor['fwd+bwd']:.0f} |"
+    )
+    return "\n".join(lines)
+
+
 TABLES: dict[str, tuple[Path, Callable[[dict[str, Any]], str]]] = {
     "gdn-shapes": (GDN, shapes),
     "gdn-stages": (GDN, stages),
     "gdn-memory": (GDN, memory),
     "gdn-repeat": (GDN, repeat),
     "gdn-segments": (GDN, segments),
+    "gdn-host": (GDN, host),
     "kda-shapes": (KDA, kda_shapes),
     "kda-stages": (KDA, partial(stages, shape="h64-1x16384")),
     "gdn-ranks": (GDN.with_name("h200-ranks.json"), ranks),

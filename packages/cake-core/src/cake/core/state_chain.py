@@ -36,8 +36,8 @@ MOST_CHAINS, MOST_STEPS = 128, 640
 COLUMNS = (8, 16, 32, 64)
 STATE_COLUMNS = (128, 256)
 #: By architecture: (largest n_chains * ncols / 128, columns per block), ascending; the last one has no bound.
-#: Measured on an H200 (`tools/merge_bench.py`), 16 steps, ncols 128 and 256: the narrowest block whose grid is
-#: one wave of 132 is fastest; three waves of 32 columns are faster than two of 64.
+#: Measured on an H200 (`tools/merge_bench.py`), 16 steps, ncols 128 and 256: the narrowest block whose grid
+#: is one wave of 132 is fastest; three waves of 32 columns are faster than two of 64.
 BANDS: dict[str, tuple[tuple[int | None, int], ...]] = {
     "sm_90a": ((8, 8), (16, 16), (33, 32), (66, 64), (99, 32), (None, 64)),
 }
