@@ -223,8 +223,11 @@ def main() -> int:
     parser.add_argument("--commit", help="cake's, recorded where the sources are no git checkout")
     split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     args, words = parser.parse_args(sys.argv[1:split]), sys.argv[split + 1 :]
+    runs: dict[str, Any] = {}
     with sources(args.source) as folder:
-        runs = {name: run(folder, replace, words) for name, replace in RUNS.items()}
+        for name, replace in RUNS.items():
+            runs[name] = run(folder, replace, words)
+            write(args, runs)  # what there is, should the rest take too long
     print(table(runs))
     for name, ops in runs.items():
         for op, found in ops.items():
@@ -232,10 +235,13 @@ def main() -> int:
                 print(f"{name}, {op}: refused {count}: {reason}")
             for test, reason in found["failures"].items():
                 print(f"{name}, {op}: failed: {test}: {reason}")
+    return 1 if any(found["failed"] for ops in runs.values() for found in ops.values()) else 0
+
+
+def write(args: argparse.Namespace, runs: dict[str, Any]) -> None:
     if args.out is not None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps({"header": header(args), "runs": runs}, indent=1) + "\n")
-    return 1 if any(found["failed"] for ops in runs.values() for found in ops.values()) else 0
 
 
 def header(args: argparse.Namespace) -> dict[str, Any]:
