@@ -35,6 +35,10 @@ MIN_LOG_DECAY = -88.0
 NORM_EPS = 1e-6
 # Below it a token writes nothing that fp32 could see beside any other.
 LEAST_BETA = 2.0**-60
+# From here on dbeta may be divided by beta squared, in chunks of so many tokens: nothing averages the
+# roundings in shorter ones.
+LEAST_DIVISOR = 2.0**-40
+MANY_ROWS = 16
 
 
 def prep(
@@ -289,13 +293,14 @@ def out(
     dP = scale (dO D^T) G               dL = -(Z D^T) G below the diagonal
     dq^ = scale e dO S^T + dP k^        X = -e Z S^T + dL k^        A = f D R^T
     dk^ = X + kk                        kk = A + dP^T q^ + dL^T k^
-    dbeta = (Z . v + k^ . X) / m        db = q^ . dq^ + k^ . X - k^ . kk
+    dbeta = Z . D / beta^2              db = q^ . dq^ + k^ . X - k^ . kk
     db_C += sum k^ . A + e_C <S, R>     dg_t = sum of db from t to the end of the chunk
     dv = Z
 
     dg is a difference of large sums in which the two sides of every pair of tokens cancel. They do so to fp32
     because both sides use the same bf16 operands: q^ and k^ for products and row dots alike, and one rounding
-    of dL, which has beta in it already. Where m isn't beta, a row counts for dbeta alone.
+    of dL, which has beta in it already. Where m isn't beta, a row counts for dbeta alone, which then is
+    (Z . v + k^ . X) / m.
     """
     total, heads, dim = seqs.total, q.shape[2], q.shape[3]
     v_heads, v_dim = v.shape[2], v.shape[3]
@@ -336,7 +341,14 @@ def out(
         # A padded last row passes this on to the chunk's last token: the padded db are 0.
         db[..., -1] += _dot(kg, written).sum(-1) + last * (state * adj_state).sum((-2, -1))
         tile.store(dg.view(total, v_heads), db.flip(-1).cumsum(-1).flip(-1))
-        tile.store(dbeta.view(total, v_heads), (_dot(adjoint, value) + erased_dot) / by[..., 0])
+        # Y . D / beta, from the diagonal of what dL is made of; the sums for small betas and few tokens.
+        divisor, small = by[..., 0], gate[..., 0].abs() < LEAST_DIVISOR
+        if tile.pad is not None:
+            small |= ((~tile.pad).sum(-1) < MANY_ROWS)[:, None, None]
+        sums = (_dot(adjoint, value) + erased_dot) / divisor
+        tile.store(
+            dbeta.view(total, v_heads), torch.where(small, sums, _dot(adjoint, delta) / divisor / divisor)
+        )
         tile.store(dv.view(total, v_heads, v_dim), live * adjoint)
 
         d_query, d_key = _group_sum(d_query, heads), _group_sum(live * erased + d_key, heads)

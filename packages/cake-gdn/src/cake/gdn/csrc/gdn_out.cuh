@@ -5,14 +5,17 @@
 //   dP  = s tril(G) (dO D^T)                       dL  = -stril(G) (Z D^T)              Z = m Y, see below
 //   dq^ = s 2^b dO S^T + dP k^                     X   = -2^b Z S^T
 //   dk^ = 2^(b_C - b) D R^T + dP^T q^ + dL^T k^ + X + dL k^
-//   dv  = Z                   e_i = k^_i . X_i + sum_j dL_ij (k^_i . k^_j)              dbeta = (Z . v + e) / m
+//   dv  = Z                   e_i = k^_i . X_i + sum_j dL_ij (k^_i . k^_j)              dbeta = Z . D / beta^2
 //   db  = q^ . dq^ + e - k^ . (2^(b_C - b) D R^T + dP^T q^ + dL^T k^)
 //   dg_i = sum_{j>=i} db_j + sum_j 2^(b_C - b_j) k^_j . (D R^T)_j + 2^b_C <S, R>
 //
-// m = beta, so that one bf16 rounding of dL serves row i and column j of a pair alike and they cancel in dg. Where beta
-// is too small to divide by, m is 1: there dv is 0, and e serves dbeta alone. The walk before left Z where dv goes. q^ and k^
-// are normalised once to bf16 and used for products and row dots alike, for the same reason. At the end of a group comes the
-// norm's own backward: dq = r_q (dq^ - q^ (q^ . dq^)), dk likewise.
+// m = beta, so that one bf16 rounding of dL serves row i and column j of a pair alike and they cancel in dg; the walk before
+// left Z where dv goes. q^ and k^ are normalised once to bf16 and used for products and row dots alike, for the same reason. At
+// the end of a group comes the norm's own backward: dq = r_q (dq^ - q^ (q^ . dq^)), dk likewise.
+//
+// dbeta_i is Y_i . (W_i - sum_{j<i} G_ij (k^_i . k^_j) D_j), and (I + L) D = beta W makes that Y_i . D_i / beta_i, from the
+// diagonal of Z D^T. Where a beta is too small for that, or a chunk's tokens too few, dbeta comes of the sum itself; where beta
+// is too small for anything (gdn_beta.cuh), m is 1, dv is 0, and the row adds to dbeta alone.
 //
 // Warpgroups: 0 (query) dP, dq^ and <S, R>; 1 (erase) dL, e, the last two terms of dk^, and dk when a pair is done; 2 (delta)
 // U, D and the rest of dk^; 3 (producer) loads, and normalises q and k of the pair to come. A v head's chain is U, D, the
@@ -58,10 +61,11 @@ struct alignas(16) OutVectors {
 };
 
 // Parts of db and dg: q^ . dq^, e, k^ . (...), and per-warp parts of <S, R> and of the sum of 2^(b_C - b) k^ . (D R^T); and
-// Y . U of rows whose m isn't beta.
+// Z . W where dbeta comes of sums.
 struct OutDots {
-  float query[kChunk], erase[kChunk], erased_state[kChunk], key[kChunk];
+  float query[kChunk], erase[kChunk], residual[kChunk], key[kChunk];
   float state[4], written[4];
+  int small[4];  // whether 16 rows have one whose dbeta comes of sums
 };
 
 // A pair's first row in [total, H], and how many rows it has. Row r of its v head j is (row + r * H) * group + j in [total, HV].
@@ -364,6 +368,34 @@ __device__ __forceinline__ void out_query(OutShared& s, const OutArgs& args, int
 
 // ---- warpgroup 1: the erasing side (k in its query role) ------------------------------------------------------------
 
+// dbeta where the diagonal isn't for it, from sums over the tokens before.
+__device__ __forceinline__ void small_betas(OutShared& s, const OutVectors& vectors, const OutDots& dots,
+                                            const uint32_t (&dl)[4][4], uint32_t k, const OutPlace& place,
+                                            const OutArgs& args, int j, const Lane& me) {
+  float kk[32];
+  wgmma_fence();
+  gemm_ss<Major::K, kChunk, Major::K, kChunk, 8>(kk, k, k, false);
+  wgmma_commit();
+  wgmma_wait<0>();
+  pin(kk);
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    float e = 0.f;
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+#pragma unroll
+      for (int n = h; n < 4; n += 2) {
+        e = fmaf(bf16_lo(dl[i][n]), kk[acc_index(i, n)], e);
+        e = fmaf(bf16_hi(dl[i][n]), kk[acc_index(i, n) + 1], e);
+      }
+    e = row_sum(e);
+    const int row = me.row(h);
+    const float beta = vectors.beta[row];
+    if ((me.lane & 3) == 0 && row < place.rows && !divides(beta, place.rows))
+      args.dbeta[(place.row + row * args.heads) * args.group + j] = (dots.residual[row] + e) / row_factor(beta);
+  }
+}
+
 __device__ __forceinline__ void out_erase(OutShared& s, const OutArgs& args, int thread) {
   const int turns = pairs_of_cta(args);
   int step = 0;
@@ -377,35 +409,23 @@ __device__ __forceinline__ void out_erase(OutShared& s, const OutArgs& args, int
       const uint32_t parity = step & 1;
       const OutVectors& vectors = s.vectors[parity];
       OutDots& dots = s.dots[parity];
-      mbar_wait(smem_addr(&s.values_full), parity);
       mbar_wait(smem_addr(&s.grads_full), parity);
-      float with_v[2], x[2];  // Z . v and k^ . X
       {
         float scale[2];
 #pragma unroll
         for (int h = 0; h < 2; ++h) scale[h] = writes(vectors.beta[me.row(h)]) ? -vectors.grown[me.row(h)] : 0.f;
         uint32_t a[8][4];
-        load_scaled_dots(a, with_v, smem_addr(s.z), smem_addr(s.v), me.row0, scale, me.lane);
-        warp_arrive(s.values_empty, me.lane);
+        load_scaled(a, smem_addr(s.z), me.row0, scale, me.lane);
         mbar_wait(smem_addr(&s.s_full), parity);
         pin(a);
         wgmma_fence();
         gemm_rs<Major::MN, kHeadDim, 8>(dk, a, smem_addr(s.s), j > 0);
         wgmma_commit();
-        me = Lane(fresh(thread));
-        uint32_t rows[8][4];  // of k^
-        load_frags(rows, k, me.row0, me.lane);
         wgmma_wait<0>();
         pin(dk);
-        pin(rows);
-        warp_arrive(s.s_empty, me.lane);
-        row_dots(x, dk, rows);
       }
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const float now = x[h];
-        x[h] -= dot[h], dot[h] = now;
-      }
+      me = Lane(fresh(thread));
+      warp_arrive(s.s_empty, me.lane);
       float g[32];
       decays<true>(g, vectors, me);
       pin(g);
@@ -420,8 +440,14 @@ __device__ __forceinline__ void out_erase(OutShared& s, const OutArgs& args, int
       me = Lane(fresh(thread));
       warp_arrive(s.grads_empty, me.lane);
       bool live[2];
+      float zd[2] = {0.f, 0.f};  // Z . D
 #pragma unroll
       for (int h = 0; h < 2; ++h) live[h] = writes(vectors.beta[me.row(h)]);
+#pragma unroll
+      for (int c = 0; c < 8; ++c)
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+          if (me.row(c & 1) == me.column(c) + i) zd[c & 1] += dl[4 * c + 2 * (c & 1) + i];
 #pragma unroll
       for (int n = 0; n < 32; ++n) dl[n] *= -g[n];
       uint32_t f[4][4];
@@ -436,37 +462,27 @@ __device__ __forceinline__ void out_erase(OutShared& s, const OutArgs& args, int
       fence_proxy_async();
       mbar_arrive(smem_addr(&s.products_full));
       pin(kept);
-      float kk[32];  // made again for every v head: registers are scarcer than products here
+      if (dots.small[0] | dots.small[1] | dots.small[2] | dots.small[3])
+        small_betas(s, vectors, dots, f, k, place, args, j, me);
       wgmma_fence();
-      gemm_ss<Major::K, kChunk, Major::K, kChunk, 8>(kk, k, k, false);
-      wgmma_commit();
       gemm_rs<Major::MN, kChunk, 4>(dk, kept, k, true);
       wgmma_commit();
-      wgmma_wait<1>();
-      pin(kk);
+      uint32_t rows[8][4];  // of k^
+      load_frags(rows, k, me.row0, me.lane);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        float e = 0.f;  // with the rounded dL, as the products see it
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-#pragma unroll
-          for (int n = h; n < 4; n += 2) {
-            e = fmaf(bf16_lo(f[i][n]), kk[acc_index(i, n)], e);
-            e = fmaf(bf16_hi(f[i][n]), kk[acc_index(i, n) + 1], e);
-          }
-        e = row_sum(e);
         const int row = me.row(h);
-        const float m = row_factor(vectors.beta[row]);
-        // Where m isn't beta, X isn't part of dk^: then Y . U is there since D is.
-        const float erased = e + (live[h] ? x[h] : -vectors.grown[row] * dots.erased_state[row]);
-        if (live[h]) dot[h] += e;
-        if ((me.lane & 3) == 0) {
-          dots.erase[row] = live[h] ? erased : 0.f;
-          if (row < place.rows) args.dbeta[(place.row + row * args.heads) * args.group + j] = (with_v[h] + erased) / m;
-        }
+        const float beta = vectors.beta[row], dot_d = row_sum(zd[h]);
+        if ((me.lane & 3) == 0 && row < place.rows && divides(beta, place.rows))
+          args.dbeta[(place.row + row * args.heads) * args.group + j] = dot_d / beta / beta;
       }
       wgmma_wait<0>();
       pin(dk);
+      pin(rows);
+      float now[2];
+      row_dots(now, dk, rows);
+      if ((me.lane & 3) == 0) dots.erase[me.row(0)] = now[0] - dot[0], dots.erase[me.row(1)] = now[1] - dot[1];
+      dot[0] = now[0], dot[1] = now[1];
       me = Lane(fresh(thread));
       warp_arrive(s.dots_full, me.lane);
       if (me.warp == 0) {
@@ -533,11 +549,29 @@ __device__ __forceinline__ void residual(OutShared& s, const OutVectors& vectors
   }
 }
 
-// Y . U of the rows whose m isn't beta.
-__device__ __forceinline__ void erased_states(OutShared& s, OutDots& dots, const float (&u)[64], const Lane& me) {
-  float dot[2];
-  row_dots(dot, u, smem_addr(s.z), me.row0, me.lane);
-  if ((me.lane & 3) == 0) dots.erased_state[me.row(0)] = dot[0], dots.erased_state[me.row(1)] = dot[1];
+// Z . W.
+__device__ __forceinline__ void residual_dots(OutShared& s, const OutVectors& vectors, OutDots& dots,
+                                              const float (&u)[64], const Lane& me) {
+  const float grown[2] = {vectors.grown[me.row(0)], vectors.grown[me.row(1)]};
+  float sum[2] = {0.f, 0.f};
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    uint32_t v[4], z[4];
+    ldmatrix(v, frag_address<kChunk>(smem_addr(s.v), me.row0, i, me.lane));
+    ldmatrix(z, frag_address<kChunk>(smem_addr(s.z), me.row0, i, me.lane));
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int n = acc_index(i, j), h = j & 1;
+      sum[h] = fmaf(bf16_lo(z[j]), bf16_lo(v[j]) - grown[h] * u[n], sum[h]);
+      sum[h] = fmaf(bf16_hi(z[j]), bf16_hi(v[j]) - grown[h] * u[n + 1], sum[h]);
+    }
+    __syncwarp();  // one step's registers at a time
+  }
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const float dot = row_sum(sum[h]);
+    if ((me.lane & 3) == 0) dots.residual[me.row(h)] = dot;
+  }
 }
 
 __device__ __forceinline__ void out_delta(OutShared& s, const OutArgs& args, int thread) {
@@ -545,7 +579,6 @@ __device__ __forceinline__ void out_delta(OutShared& s, const OutArgs& args, int
   const uint32_t delta = smem_addr(s.delta);
   int step = 0;
   for (int turn = 0; turn < turns; ++turn) {
-    const uint32_t q = smem_addr(s.pairs[turn & 1].q), k = smem_addr(s.pairs[turn & 1].k);
     mbar_wait(smem_addr(&s.pair_full[turn & 1]), (turn >> 1) & 1);
     float dk[64], dot[2] = {0.f, 0.f};
     for (int j = 0; j < args.group; ++j, ++step) {
@@ -556,7 +589,7 @@ __device__ __forceinline__ void out_delta(OutShared& s, const OutArgs& args, int
       mbar_wait(smem_addr(&s.s_full), parity);
       float u[64];
       wgmma_fence();
-      gemm_ss<Major::K, kChunk, Major::K, kHeadDim, 8>(u, k, smem_addr(s.s), false);
+      gemm_ss<Major::K, kChunk, Major::K, kHeadDim, 8>(u, smem_addr(s.pairs[fresh(turn) & 1].k), smem_addr(s.s), false);
       wgmma_commit();
       mbar_wait(smem_addr(&s.values_full), parity);
       if (j == 0 && turn > 0) mbar_wait(smem_addr(&s.key_empty), (turn - 1) & 1);  // beta W takes its place
@@ -564,10 +597,17 @@ __device__ __forceinline__ void out_delta(OutShared& s, const OutArgs& args, int
       pin(u);
       me = Lane(fresh(thread));
       warp_arrive(s.s_empty, me.lane);
-      if (!__all_sync(0xffffffffu, writes(vectors.beta[me.row(0)]) && writes(vectors.beta[me.row(1)]))) {
-        mbar_wait(smem_addr(&s.grads_full), parity);
-        erased_states(s, dots, u, me);
+      {
+        const int rows = s.places[fresh(turn) & 1].rows;
+        const bool small =
+            !__all_sync(0xffffffffu, divides(vectors.beta[me.row(0)], rows) && divides(vectors.beta[me.row(1)], rows));
+        if (me.lane == 0) dots.small[me.warp] = small;
+        if (small) {
+          mbar_wait(smem_addr(&s.grads_full), parity);
+          residual_dots(s, vectors, dots, u, Lane(fresh(thread)));
+        }
       }
+      me = Lane(fresh(thread));
       warp_arrive(s.grads_empty, me.lane);
       residual(s, vectors, u, me);
       const float rest[2] = {vectors.rest[me.row(0)], vectors.rest[me.row(1)]};
@@ -600,7 +640,7 @@ __device__ __forceinline__ void out_delta(OutShared& s, const OutArgs& args, int
       wgmma_commit();
       me = Lane(fresh(thread));
       uint32_t rows[8][4];  // of k^
-      load_frags(rows, k, me.row0, me.lane);
+      load_frags(rows, smem_addr(s.pairs[fresh(turn) & 1].k), me.row0, me.lane);
       wgmma_wait<0>();
       pin(dk);
       pin(rows);
@@ -614,8 +654,9 @@ __device__ __forceinline__ void out_delta(OutShared& s, const OutArgs& args, int
 
       mbar_wait(smem_addr(&s.products_full), parity);
       wgmma_fence();
-      gemm_ss<Major::MN, kChunk, Major::MN, kChunk, 4>(dk, smem_addr(s.dp), q, true);
-      gemm_ss<Major::MN, kChunk, Major::MN, kChunk, 4>(dk, smem_addr(s.dl), k, true);
+      const OutPairTiles& pair = s.pairs[fresh(turn) & 1];
+      gemm_ss<Major::MN, kChunk, Major::MN, kChunk, 4>(dk, smem_addr(s.dp), smem_addr(pair.q), true);
+      gemm_ss<Major::MN, kChunk, Major::MN, kChunk, 4>(dk, smem_addr(s.dl), smem_addr(pair.k), true);
       wgmma_commit();
       wgmma_wait<0>();
       pin(dk);
@@ -641,7 +682,7 @@ static __global__ void __launch_bounds__(kOutThreads, 1) out_kernel(const __grid
       mbar_init(smem_addr(&s.pair_empty[i]), 8 * kWarpArrivals);  // warps of query and erase
     }
     mbar_init(smem_addr(&s.values_full), 128);
-    mbar_init(smem_addr(&s.values_empty), 8 * kWarpArrivals);  // warps of erase and delta
+    mbar_init(smem_addr(&s.values_empty), 4 * kWarpArrivals);  // warps of delta
     mbar_init(smem_addr(&s.grads_full), 128);
     mbar_init(smem_addr(&s.grads_empty), 12 * kWarpArrivals);  // warps of query, erase and delta
     mbar_init(smem_addr(&s.s_full), 128);

@@ -133,31 +133,4 @@ __device__ __forceinline__ void load_scaled(uint32_t (&f)[kSteps][4], uint32_t t
   }
 }
 
-// The same, and the row dots of the rows as they are with those of another tile.
-template <int kSteps>
-__device__ __forceinline__ void load_scaled_dots(uint32_t (&f)[kSteps][4], float (&dot)[2], uint32_t tile,
-                                                 uint32_t other, int row0, const float (&scale)[2], int lane) {
-  float sum[2][2] = {};
-#pragma unroll
-  for (int first = 0; first < kSteps; first += 4) {  // eight loads under way at a time
-    uint32_t x[4][4];
-#pragma unroll
-    for (int s = 0; s < 4; ++s) {
-      ldmatrix(f[first + s], frag_address<kChunk>(tile, row0, first + s, lane));
-      ldmatrix(x[s], frag_address<kChunk>(other, row0, first + s, lane));
-    }
-#pragma unroll
-    for (int s = 0; s < 4; ++s)
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float lo = bf16_lo(f[first + s][j]), hi = bf16_hi(f[first + s][j]);
-        sum[j & 1][0] = fmaf(lo, bf16_lo(x[s][j]), sum[j & 1][0]);
-        sum[j & 1][1] = fmaf(hi, bf16_hi(x[s][j]), sum[j & 1][1]);
-        f[first + s][j] = pack_bf16(scale[j & 1] * lo, scale[j & 1] * hi);
-      }
-  }
-  dot[0] = row_sum(sum[0][0] + sum[0][1]);
-  dot[1] = row_sum(sum[1][0] + sum[1][1]);
-}
-
 }  // namespace cake
