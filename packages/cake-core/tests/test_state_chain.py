@@ -88,7 +88,7 @@ class TestTables:
 class TestChoice:
     def test_bands(self):
         widths = [state_chain.columns_per_block(n, 128, "sm_90a") for n in range(1, 200)]
-        # One wave of narrow blocks first; later another count of waves may make a narrower block faster again.
+        # One wave of narrow blocks first; later a narrower block may take fewer waves for its work again.
         assert widths[:66] == sorted(widths[:66])
         assert set(widths) == set(state_chain.COLUMNS)
         assert state_chain.columns_per_block(5, 256, "sm_90a") == state_chain.columns_per_block(

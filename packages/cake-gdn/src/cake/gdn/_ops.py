@@ -16,7 +16,7 @@ import torch
 from cake.core import config, sequences, tracing
 from cake.core.launch import running_on
 from cake.core.segments import cut_of_call
-from cake.gdn import _autograd, _gates, _route, _segments, _stages, api
+from cake.gdn import _autograd, _checks, _gates, _route, _segments, _stages
 from cake.gdn._autograd import Call, Inputs
 from cake.gdn._route import Route
 from cake.gdn._stages import Prep
@@ -127,7 +127,7 @@ def gdn(
     segments: int | None,
     packing_invariant: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    api.check_alignment(q, k, v)
+    _checks.check_alignment(q, k, v)
     seqs = _real_sequences(q, cu_seqlens, boundaries)
     backend = _stages.backend_name(q.device)
     # Asked again: fast may have been forbidden since the call was traced.
@@ -182,10 +182,10 @@ def _(
     segments: int | None,
     packing_invariant: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    api.check_inputs(q, k, v, g, beta)
+    _checks.check_inputs(q, k, v, g, beta)
     seqs = tracing.fake_sequences(q.shape[0], q.shape[1], cu_seqlens, boundaries)
     if initial_state is not None:
-        api.check_state(initial_state, seqs.n, v.shape[2], q.device)
+        _checks.check_state(initial_state, seqs.n, v.shape[2], q.device)
     route = Route("single", variant, "shapes", recompute_state)
     made = _call_of(seqs, v.shape[2], scale, l2norm, output_final_state, route, segments, packing_invariant)
     return _forward(q, k, v, g, beta, initial_state, made, save)

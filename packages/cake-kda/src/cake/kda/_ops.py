@@ -15,7 +15,7 @@ import torch
 from cake.core import config, sequences, tracing
 from cake.core.segments import cut_of_call
 from cake.core.sequences import Sequences
-from cake.kda import _autograd, _gates, _route, _segments, _stages, api
+from cake.kda import _autograd, _checks, _gates, _route, _segments, _stages
 from cake.kda._autograd import Call, Tensors
 from cake.kda._route import Route
 
@@ -110,7 +110,7 @@ def _real_sequences(
     x: torch.Tensor, cu_seqlens: torch.Tensor | None, boundaries: Sequence[int] | None, backend: str
 ) -> Sequences:
     seqs = sequences.of_call(x.shape[0], x.shape[1], x.device, cu_seqlens, boundaries)
-    api.check_readable(seqs, backend)
+    _checks.check_readable(seqs, backend)
     return seqs
 
 
@@ -145,7 +145,7 @@ def kda(
     packing_invariant: bool,
     backend: str | None,
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    api.check_alignment(("q", q), ("k", k), ("v", v), ("g", g))
+    _checks.check_alignment(("q", q), ("k", k), ("v", v), ("g", g))
     found = _stages.backend_name(q.device, backend)
     seqs = _real_sequences(q, cu_seqlens, boundaries, found)
     # Asked again: fast may have been forbidden since the call was traced.
@@ -210,10 +210,10 @@ def _(
     packing_invariant: bool,
     backend: str | None,
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    api.check_inputs(q, k, v, g, beta)
+    _checks.check_inputs(q, k, v, g, beta)
     seqs = tracing.fake_sequences(q.shape[0], q.shape[1], cu_seqlens, boundaries)
     if initial_state is not None:
-        api.check_state(initial_state, seqs.n, v.shape[2], q.device)
+        _checks.check_state(initial_state, seqs.n, v.shape[2], q.device)
     made = _call_of(
         seqs,
         v.shape[2],
