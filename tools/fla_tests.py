@@ -78,6 +78,7 @@ def run(ops_folder: Path, replace: dict[str, str], words: list[str]) -> dict[str
         seen = folder / "seen.json"
         path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
         environment = {**os.environ, "PYTHONPATH": path, SEEN: str(seen), "FLA_FLASH_QLA": "0"}
+        environment.pop("PYTEST_XDIST_WORKER", None)  # whoever runs this may be one; the pytest here isn't
         command = [sys.executable, "-m", "pytest", "-q", "-p", "fla_tests", "-p", "no:cacheprovider"]
         command += ["-c", os.devnull, "--rootdir", str(folder), *words, *files]
         done = subprocess.run(command, cwd=folder, env=environment, check=False)

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import filelock
@@ -258,7 +259,9 @@ def test_an_entry_that_vanishes_before_it_is_loaded_is_built_again(kit, package,
 def test_an_interrupted_build_takes_its_compiler_down(kit, package):
     kit.plan(seconds=60)
     command = [sys.executable, "-c", DRIVER.replace("os.fork()", "0"), "1", "locks work", str(package)]
-    builder = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    # Whoever runs the tests in the background ignores SIGINT, and what it starts would, too.
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    builder = subprocess.Popen(command, stdout=subprocess.DEVNULL, preexec_fn=heed)
     deadline = time.monotonic() + 30
     while not kit.compiles and time.monotonic() < deadline:
         time.sleep(0.02)
