@@ -44,6 +44,13 @@ def test_every_length_up_to_130_alone(make, call, assert_accurate, first, state)
         assert_accurate(case, got)
 
 
+@pytest.mark.parametrize("gate", ["ordinary", "model"])
+def test_a_sequence_of_one_token_and_one_head(make, call, assert_accurate, gate):
+    # One value of dbeta stands alone: no other averages its roundings.
+    case = make((130, 64, 1, 300), heads=(1, 1), gate=gate, beta_dtype=torch.bfloat16)
+    assert_accurate(case, call(case))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", ["cuda"], indirect=True)
 @pytest.mark.parametrize(
