@@ -1,9 +1,16 @@
 """What a call's metadata decided is found again for equal metadata, and for nothing else."""
 
+from __future__ import annotations
+
+from dataclasses import dataclass
+
 import pytest
 import torch
 
-from cake.core.calls import Memo, layouts
+from cake.core import config
+from cake.core.calls import Memo, Planned, key_of, layouts
+from cake.core.segments import Segments, cut_unseen
+from cake.core.sequences import Sequences, packed, packed_on_device
 
 
 def test_equal_metadata_is_equal():
@@ -29,6 +36,47 @@ def test_any_difference_tells(other):
 
 def test_what_is_no_tensor_has_no_layout():
     assert layouts(torch.zeros(2), [1.0]) is None
+
+
+def key(x, cu_seqlens=None, cu_seqlens_cpu=None, settings=(1.0,)):
+    return key_of((x, None), cu_seqlens, cu_seqlens_cpu, settings)
+
+
+def test_a_key_holds_all_that_decides(op):
+    x, cpu = torch.zeros(1, 4), torch.tensor([0, 1, 4])
+    assert key(x, cpu) == key(torch.ones(1, 4), torch.tensor([0, 1, 4]))
+    assert key(x, None, [0, 1, 4]) == key(x, None, cpu)
+    keys = [key(x), key(x, None, cpu), key(x, None, [0, 2, 4]), key(x, settings=(2.0,)), key(x.double())]
+    with config.temporary(op.args()):
+        keys.append(key(x))
+    torch.use_deterministic_algorithms(True)
+    try:
+        keys.append(key(x))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(set(keys)) == len(keys)
+    assert key([1.0]) is None
+
+
+@dataclass(frozen=True)
+class Call(Planned):
+    seqs: Sequences
+    segments: Segments | None
+    scale: float = 1.0
+
+
+def test_a_planned_call_takes_the_boundaries_of_the_present_one():
+    cu = torch.tensor([0, 600, 1200])
+    seqs = packed_on_device(cu, 1200)
+    call = Call(seqs, cut_unseen(seqs, 8), 2.0)
+    moved = call.at(cu.clone())
+    for part in (moved.seqs, moved.segments, moved.segments.whole):
+        assert part.cu_device is not cu
+        assert torch.equal(part.cu_device, cu)
+    assert (moved.scale, moved.segments.n) == (call.scale, call.segments.n)
+    assert call.at(None).segments.whole.cu_device is None
+    host = Call(packed((0, 600, 1200), 1200), None)
+    assert host.at(cu) is host
 
 
 def test_a_memo_keeps_and_forgets():

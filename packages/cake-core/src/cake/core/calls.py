@@ -1,23 +1,28 @@
 """What the metadata of a call's arguments decides, decided once.
 
 Checks, the plan of segments and the route of a call depend on shapes, strides, dtypes, devices and options,
-and a training step makes the same few calls again and again. An op keys what it decided by `layouts` and its
-options, and finds it again in a `Memo`.
+and a training step makes the same few calls again and again. An op keys what it decided by `key_of`, and
+finds it again in a `Memo`; where boundaries are on a device alone, `Planned.at` puts those of a call in.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from collections.abc import Sequence
+from typing import Any, Generic, TypeVar
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
-__all__ = ["Layout", "Memo", "layouts"]
+from cake.core import config
+from cake.core.segments import Segments
+from cake.core.sequences import Sequences, known_boundaries
+
+__all__ = ["Layout", "Memo", "Planned", "key_of", "layouts"]
 
 T = TypeVar("T")
+P = TypeVar("P", bound="Planned")
 
 #: Shape, strides, dtype and device of a tensor.
-Layout = tuple["torch.Size", tuple[int, ...], "torch.dtype", "torch.device"]
+Layout = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
 
 
 def layouts(*tensors: torch.Tensor | None) -> tuple[Layout | None, ...] | None:
@@ -29,6 +34,42 @@ def layouts(*tensors: torch.Tensor | None) -> tuple[Layout | None, ...] | None:
         return tuple([x if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors])
     except (AttributeError, TypeError):
         return None
+
+
+def key_of(
+    tensors: Sequence[torch.Tensor | None],
+    cu_seqlens: torch.Tensor | None,
+    cu_seqlens_cpu: torch.Tensor | Sequence[int] | None,
+    settings: tuple[Any, ...],
+) -> tuple[Any, ...] | None:
+    """All that decides a call, its configuration included; None where one of `tensors` is no tensor.
+
+    Raises:
+        TypeError, ValueError: boundaries on the host that can't be read, as `sequences.host_values`.
+    """
+    layout = layouts(*tensors, cu_seqlens)
+    if layout is None:
+        return None
+    known = known_boundaries(cu_seqlens, cu_seqlens_cpu)
+    return layout, known, settings, config.stamp, torch.are_deterministic_algorithms_enabled()
+
+
+class Planned:
+    """A frozen record of a call: its `seqs`, and `segments`, which are walked in their place if it is cut."""
+
+    seqs: Sequences
+    segments: Segments | None
+
+    def at(self: P, cu_seqlens: torch.Tensor | None) -> P:
+        """The same call; where its boundaries are on the device alone, in this tensor."""
+        if self.seqs.boundaries is not None:
+            return self
+        seqs, cut = self.seqs.at(cu_seqlens), self.segments
+        if cut is not None and cut.boundaries is None:
+            cut = cut.at(cu_seqlens)
+        made = object.__new__(type(self))
+        made.__dict__.update(self.__dict__, seqs=seqs, segments=cut)
+        return made
 
 
 class Memo(Generic[T]):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["check_boundaries", "check_choice", "check_number", "check_saved", "check_tensor"]
+__all__ = ["check_boundaries", "check_choice", "check_number", "check_saved", "check_tensor", "saved_as"]
 
 _tensor: Any = None
 
@@ -118,6 +118,11 @@ def check_boundaries(name: str, x: Any) -> None:
         raise ValueError(f"{name} must be [N + 1] with N >= 1, got {list(x.shape)}")
     if _plain(x.dtype) not in ("int32", "int64"):
         raise ValueError(f"{name} must be int32 or int64, got {_plain(x.dtype)}")
+
+
+def saved_as(saved: Iterable[torch.Tensor | None]) -> list[Any]:
+    """Shape, dtype and device of each: what a tensor that comes back from autograd shares with it."""
+    return [x if x is None else (x.shape, x.dtype, x.device) for x in saved]
 
 
 def check_saved(

@@ -7,7 +7,7 @@ here, in one table. Every choice gives the same bits.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import chain as joined
 from typing import Any
@@ -237,9 +237,23 @@ def launch_merge(
     if out is None:
         out = b.new_empty((n_out, *b.shape[1:]))
     width = columns_per_block(len(chains) * b.shape[1], b.shape[3], arch, columns)
-    for table, count in tables(tuple(map(tuple, chains))):
-        library.affine_merge(b, m, live, out, table.buffer_info()[0], count, width, transposed, stream)
+    _launch(library, stream, tables(tuple(map(tuple, chains))), b, m, live, out, width, transposed)
     return out
+
+
+def _launch(
+    library: Any,
+    stream: int,
+    parts: Iterable[tuple[array[int], int]],
+    b: torch.Tensor,
+    m: torch.Tensor,
+    live: torch.Tensor | None,
+    out: torch.Tensor,
+    width: int,
+    transposed: bool,
+) -> None:
+    for table, count in parts:
+        library.affine_merge(b, m, live, out, table.buffer_info()[0], count, width, transposed, stream)
 
 
 @lru_cache(maxsize=64)
@@ -265,8 +279,7 @@ def launch_chain(
     if not isinstance(segments, UnseenSegments):
         parts = _tables_of(segments, adjoint)
         width = columns_per_block(sum(count for _, count in parts) * b.shape[1], b.shape[3], arch)
-        for table, count in parts:
-            library.affine_merge(b, m, live, states, table.buffer_info()[0], count, width, adjoint, stream)
+        _launch(library, stream, parts, b, m, live, states, width, adjoint)
         return states
     width = columns_per_block(segments.whole.n * b.shape[1], b.shape[3], arch)
     library.affine_merge_runs(

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from cake.core.checks import check_saved
+from cake.core.calls import Planned
+from cake.core.checks import check_saved, saved_as
 from cake.core.launch import loadable, running_on
 from cake.core.segments import Segments
 from cake.core.tables import plan_words
@@ -51,7 +52,7 @@ class Walk(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Call:
+class Call(Planned):
     """What a call is besides its tensors."""
 
     seqs: Sequences
@@ -63,17 +64,6 @@ class Call:
     differentiable: bool
     # What is walked in place of whole sequences, if the call is cut.
     segments: Segments | None = None
-
-    def at(self, cu_seqlens: torch.Tensor | None) -> Call:
-        """The same call; where its boundaries are on the device alone, in this tensor."""
-        if self.seqs.boundaries is not None:
-            return self
-        seqs, cut = self.seqs.at(cu_seqlens), self.segments
-        if cut is not None and cut.boundaries is None:
-            cut = cut.at(cu_seqlens)
-        made = object.__new__(Call)
-        made.__dict__.update(self.__dict__, seqs=seqs, segments=cut)
-        return made
 
     @property
     def least(self) -> float | None:
@@ -330,11 +320,6 @@ def _empty_gradients(
     dg, dbeta = (v.new_empty(v.shape[:3], dtype=dtype) for dtype in (made.g_dtype, made.beta_dtype))
     dh0 = v.new_zeros(made.state_shape(seqs), dtype=FP32) if dht is None else dht.clone()
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dg, dbeta, dh0
-
-
-def saved_as(saved: Sequence[torch.Tensor | None]) -> list[Any]:
-    """What a tensor that comes back from autograd has in common with the one that was saved."""
-    return [x if x is None else (x.shape, x.dtype, x.device) for x in saved]
 
 
 def check_tape(saved: Sequence[Any], made: Inputs, call: Call, has_state: bool) -> None:

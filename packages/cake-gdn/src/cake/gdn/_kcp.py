@@ -15,7 +15,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from cake.core import cp
-from cake.core.checks import check_saved
+from cake.core.checks import check_saved, saved_as
 from cake.core.launch import loadable, running_on
 from cake.core.sequences import Sequences
 from cake.gdn import _route, _stages
@@ -71,7 +71,7 @@ class _UnderContext(torch.autograd.Function):
         else:
             saved |= {name: getattr(prep, name) for name in _PREP}
         ctx.call, ctx.context, ctx.g_dtype = call, context, g.dtype
-        ctx.made = {name: None if x is None else (x.shape, x.dtype, x.device) for name, x in saved.items()}
+        ctx.made = dict(zip(saved, saved_as(saved.values()), strict=True))
         ctx.save_for_backward(*saved.values())
         return o
 

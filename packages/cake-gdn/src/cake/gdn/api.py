@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from cake.core import config, cp, sequences, tracing
-from cake.core.calls import Memo, layouts
+from cake.core.calls import Memo, key_of
 from cake.core.checks import check_number
 from cake.core.launch import ALIGNMENT
 from cake.core.segments import cut_of_call
@@ -125,7 +125,7 @@ def chunk_gated_delta_rule(
     errors.
     """
     if cp_context is not None:
-        _refuse_states(initial_state, output_final_state)
+        cp.refuse_states(initial_state, output_final_state)
     if chunk_indices is not None:
         raise NotImplementedError("chunk_indices isn't served: leave it out, cu_seqlens says it all")
     if head_first:
@@ -170,9 +170,7 @@ def chunk_gated_delta_rule(
             final_state = final_state.transpose(-1, -2).contiguous()
         return o, final_state
 
-    differentiable = torch.is_grad_enabled() and any(
-        getattr(x, "requires_grad", False) for x in (q, k, v, g, beta, initial_state, A_log, dt_bias)
-    )
+    tensors = (q, k, v, g, beta, initial_state, A_log, dt_bias)
     settings: tuple[Any, ...] = (
         scale,
         bool(use_qk_l2norm_in_kernel),
@@ -183,19 +181,17 @@ def chunk_gated_delta_rule(
         recompute_state,
         segments,
         packing_invariant,
-        differentiable,
+        torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in tensors),
     )
-    tensors = (q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias)
     context, key = None, None
     if cp_context is not None:
         check_inputs(q, k, v, g, beta)
         context = cp.of_call(cp_context, q.device)
-    elif (layout := layouts(*tensors)) is not None:
-        known = sequences.known_boundaries(cu_seqlens, cu_seqlens_cpu)
-        key = (layout, known, settings, config.stamp, torch.are_deterministic_algorithms_enabled())
+    else:
+        key = key_of(tensors, cu_seqlens, cu_seqlens_cpu, settings)
     call = None if key is None else _calls.get(key)
     if call is None:
-        call = _call_of(*tensors, cu_seqlens_cpu, context, *settings)
+        call = _call_of(*tensors, cu_seqlens, cu_seqlens_cpu, context, *settings)
         if key is not None:
             _calls.keep(key, call.at(None))
     else:
@@ -229,9 +225,9 @@ def _call_of(
     g: torch.Tensor,
     beta: torch.Tensor,
     initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
     a_log: torch.Tensor | None,
     dt_bias: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
     cu_seqlens_cpu: torch.Tensor | Sequence[int] | None,
     context: cp.Call | None,
     scale: float,
@@ -345,11 +341,3 @@ def kcp_chunk_gated_delta_rule(
 def _variant(requested: str | None, context: cp.Call | None) -> str:
     variant = config.variant("gdn", requested)
     return variant if context is None else context.variant("gdn", variant)
-
-
-def _refuse_states(initial_state: torch.Tensor | None, output_final_state: bool) -> None:
-    # Before anything else, so that every rank says the same.
-    if initial_state is not None:
-        raise ValueError("initial_state must be None under cp_context, got a tensor")
-    if output_final_state:
-        raise ValueError("output_final_state must be False under cp_context, got True")

@@ -8,7 +8,6 @@ construction.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -16,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from cake.core.checks import check_saved
+from cake.core.calls import Planned
+from cake.core.checks import check_saved, saved_as
 from cake.core.launch import loadable, running_on
 from cake.core.segments import LEAST, Segments
 from cake.core.sequences import Sequences
@@ -49,7 +49,7 @@ class Tensors(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Call:
+class Call(Planned):
     """What a call is besides its tensors.
 
     use_gate: g is a raw gate; lower_bound: of that gate.
@@ -71,17 +71,6 @@ class Call:
     def least(self) -> float | None:
         """Log of the decay below which a pre-scan looks no further back; None where states may grow."""
         return LEAST[self.route.variant] if self.l2norm else None
-
-    def at(self, cu_seqlens: torch.Tensor | None) -> Call:
-        """The same call; where its boundaries are on the device alone, in this tensor."""
-        if self.seqs.boundaries is not None:
-            return self
-        seqs, cut = self.seqs.at(cu_seqlens), self.segments
-        if cut is not None and cut.boundaries is None:
-            cut = cut.at(cu_seqlens)
-        made = object.__new__(Call)
-        made.__dict__.update(self.__dict__, seqs=seqs, segments=cut)
-        return made
 
 
 class Walk(NamedTuple):
@@ -156,11 +145,6 @@ class _KimiDeltaAttention(torch.autograd.Function):
         wanted, states = ctx.needs_input_grad, saved.get("states")
         grads = backward(tensors, prep, states, maps, do, dht, call.seqs, call, wanted, ctx.has_state)
         return (*(x if need else None for x, need in zip(grads, wanted, strict=False)), None)
-
-
-def saved_as(saved: Iterable[torch.Tensor | None]) -> list[Any]:
-    """What a tensor that comes back from autograd has in common with the one that was saved."""
-    return [x if x is None else (x.shape, x.dtype, x.device) for x in saved]
 
 
 def forward(

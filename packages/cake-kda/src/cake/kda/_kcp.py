@@ -15,7 +15,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from cake.core import cp
-from cake.core.checks import check_saved
+from cake.core.checks import check_saved, saved_as
 from cake.core.launch import loadable, running_on
 from cake.core.sequences import Sequences
 from cake.kda import _route, _segments, _stages
@@ -54,7 +54,7 @@ class _UnderContext(torch.autograd.Function):
         if prep is not None and call.route.tape == "all":
             saved |= {f"prep.{name}": x for name, x in prep._asdict().items()}
         ctx.call, ctx.context = call, context
-        ctx.made = {name: None if x is None else (x.shape, x.dtype, x.device) for name, x in saved.items()}
+        ctx.made = dict(zip(saved, saved_as(saved.values()), strict=True))
         ctx.save_for_backward(*saved.values())
         return o
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from cake.core import config, cp, sequences, tracing
-from cake.core.calls import Memo, layouts
+from cake.core.calls import Memo, key_of
 from cake.core.checks import check_number
 from cake.core.launch import ALIGNMENT
 from cake.core.segments import cut_of_call
@@ -148,7 +148,7 @@ def chunk_kda(
     errors. (Gradients of A_log and dt_bias are sums over the pack.)
     """
     if cp_context is not None:
-        _refuse_states(initial_state, output_final_state)
+        cp.refuse_states(initial_state, output_final_state)
     if return_intermediate_states:
         raise NotImplementedError("return_intermediate_states isn't served: leave it False, got True")
     if use_graph:
@@ -221,9 +221,8 @@ def chunk_kda(
     if cp_context is not None:
         check_inputs(q, k, v, g, beta)
         context = cp.of_call(cp_context, q.device)
-    elif (layout := layouts(*tensors, cu_seqlens)) is not None:
-        known = sequences.known_boundaries(cu_seqlens, cu_seqlens_cpu)
-        key = (layout, known, settings, config.stamp, torch.are_deterministic_algorithms_enabled())
+    else:
+        key = key_of(tensors, cu_seqlens, cu_seqlens_cpu, settings)
     call = None if key is None else _calls.get(key)
     if call is None:
         call = _call_of(*tensors, cu_seqlens, cu_seqlens_cpu, context, *settings)
@@ -391,14 +390,6 @@ def kcp_chunk_kda(
 def _variant(requested: str | None, context: cp.Call | None) -> str:
     variant = config.variant("kda", requested)
     return variant if context is None else context.variant("kda", variant)
-
-
-def _refuse_states(initial_state: torch.Tensor | None, output_final_state: bool) -> None:
-    # Before anything else, so that every rank says the same.
-    if initial_state is not None:
-        raise ValueError("initial_state must be None under cp_context, got a tensor")
-    if output_final_state:
-        raise ValueError("output_final_state must be False under cp_context, got True")
 
 
 def _tape(disable_recompute: bool, recompute_state: bool | None) -> Tape:

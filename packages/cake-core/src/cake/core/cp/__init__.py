@@ -11,7 +11,7 @@ of_call                         the plan of a call under any context; flash-line
 from __future__ import annotations
 
 from cake.core.cp._context import KcpContext, build_kcp_context
-from cake.core.cp._fla import Call, of_call
+from cake.core.cp._fla import Call, of_call, refuse_states
 from cake.core.cp._joint import Cut, JointWalks, StageWalks, backward_jointly, cut_of, forward_jointly
 from cake.core.cp._partition import LAYOUTS, ConvBoundary, Partition, Piece, partition
 from cake.core.cp._plan import ROLES, Plan
@@ -40,5 +40,6 @@ __all__ = [
     "forward_jointly",
     "of_call",
     "partition",
+    "refuse_states",
     "untraced",
 ]

@@ -21,9 +21,21 @@ from cake.core.cp._plan import ROLES, Direction, Plan
 from cake.core.cp._untraced import untraced
 from cake.core.sequences import Sequences, host_values, packed
 
-__all__ = ["Call", "of_call"]
+__all__ = ["Call", "of_call", "refuse_states"]
 
 _log = logging.getLogger("cake")
+
+
+def refuse_states(initial_state: torch.Tensor | None, output_final_state: bool) -> None:
+    """Refuses what no context serves; asked before anything else, so that every rank says the same.
+
+    Raises:
+        ValueError: an initial state, or a final one asked for.
+    """
+    if initial_state is not None:
+        raise ValueError("initial_state must be None under cp_context, got a tensor")
+    if output_final_state:
+        raise ValueError("output_final_state must be False under cp_context, got True")
 
 
 @dataclass(frozen=True)
