@@ -61,7 +61,7 @@ def test_counts_reasons_and_failures(script: ModuleType) -> None:
         "skipped": 0,
     }
     assert found["reasons"] == {"float16": 2}
-    assert found["failures"] == {"test_gdn.py::d": "too far off"}
+    assert found["failures"] == {"test_gdn.py::d": {"why": "too far off"}}
     assert script.counted(tests, "test_kda.py")["skipped"] == 1
 
 
@@ -106,7 +106,9 @@ def test_a_run_counts_and_replaces(
     as_written = script.run(ops, {}, [])["gdn"]
     assert (as_written["tests"], as_written["refused"], as_written["failed"]) == (3, 2, 1)
     assert as_written["reasons"] == {"cake serves bfloat16, got q of torch.float16": 2}
-    assert "on purpose" in next(iter(as_written["failures"].values()))
+    (failure,) = as_written["failures"].values()
+    assert "on purpose" in failure["why"]
+    assert failure["without cake"] == "failed KeyError: 'chunk_gated_delta_rule'"
     replaced = script.run(ops, script.RUNS["bfloat16 for float16"], [])["gdn"]
     assert (replaced["passed"], replaced["refused"], replaced["failed"]) == (2, 0, 1)
     assert json.loads(json.dumps(replaced)) == replaced

@@ -13,7 +13,7 @@ A test counts if it calls the function. It is
   failed    if cake served every call so far and the test failed,
   skipped   if it skips itself on this machine.
 Nearly all of them are written for float16, which cake doesn't serve, so they run twice: as they are, and with
-bfloat16 in its place (tolerances as they are).
+bfloat16 in its place (tolerances as they are). What failed runs again without cake, to tell whose fault it is.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ RUNS = {"as written": {}, "bfloat16 for float16": {"torch.float16": "torch.bfloa
 OUTCOMES = ("passed", "refused", "failed", "skipped")
 #: Named in the environment of pytest: where the plugin below writes what it saw.
 SEEN = "CAKE_FLA_TESTS_SEEN"
+#: Named there too where the tests are to run without cake.
+PLAIN = "CAKE_FLA_TESTS_PLAIN"
 
 
 @contextmanager
@@ -75,17 +77,32 @@ def run(ops_folder: Path, replace: dict[str, str], words: list[str]) -> dict[str
                 for old, new in replace.items():
                     text = text.replace(old, new)
                 (folder / file).write_text(text)
-        seen = folder / "seen.json"
-        path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
-        environment = {**os.environ, "PYTHONPATH": path, SEEN: str(seen), "FLA_FLASH_QLA": "0"}
-        environment.pop("PYTEST_XDIST_WORKER", None)  # whoever runs this may be one; the pytest here isn't
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "fla_tests", "-p", "no:cacheprovider"]
-        command += ["-c", os.devnull, "--rootdir", str(folder), *words, *files]
-        done = subprocess.run(command, cwd=folder, env=environment, check=False)
-        if not seen.exists():
-            raise SystemExit(f"pytest ended with status {done.returncode} and no results")
-        tests = json.loads(seen.read_text())
-    return {op: counted(tests, file) for op, (_, file) in OPS.items() if file in files}
+        tests = outcomes_in(folder, [*words, *files])
+        results = {op: counted(tests, file) for op, (_, file) in OPS.items() if file in files}
+        failed = [name for found in results.values() for name in found["failures"]]
+        if failed:
+            alone = {test["name"]: test for test in outcomes_in(folder, [*words, *failed], **{PLAIN: "1"})}
+            for found in results.values():
+                for name, failure in found["failures"].items():
+                    words = (alone[name]["outcome"], alone[name]["reason"])
+                    failure["without cake"] = " ".join(filter(None, words))
+    return results
+
+
+def outcomes_in(folder: Path, words: list[str], **more: str) -> list[dict[str, Any]]:
+    """What became of the tests there."""
+    seen = folder / "seen.json"
+    seen.unlink(missing_ok=True)
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path, SEEN: str(seen), "FLA_FLASH_QLA": "0", **more}
+    environment.pop("PYTEST_XDIST_WORKER", None)  # whoever runs this may be one; the pytest here isn't
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "fla_tests", "-p", "no:cacheprovider"]
+    command += ["-c", os.devnull, "--rootdir", str(folder), *words]
+    done = subprocess.run(command, cwd=folder, env=environment, check=False)
+    if not seen.exists():
+        raise SystemExit(f"pytest ended with status {done.returncode} and no results")
+    found: list[dict[str, Any]] = json.loads(seen.read_text())
+    return found
 
 
 def counted(tests: list[dict[str, Any]], file: str) -> dict[str, Any]:
@@ -97,7 +114,7 @@ def counted(tests: list[dict[str, Any]], file: str) -> dict[str, Any]:
         "tests": len(mine),
         **{outcome: counts.get(outcome, 0) for outcome in OUTCOMES},
         "reasons": dict(reasons.most_common()),
-        "failures": {test["name"]: test["reason"] for test in mine if test["outcome"] == "failed"},
+        "failures": {test["name"]: {"why": test["reason"]} for test in mine if test["outcome"] == "failed"},
     }
 
 
@@ -124,6 +141,8 @@ def pytest_configure(config: Any) -> None:
     from cake.core import fla
 
     config.addinivalue_line("markers", "smoke: one of flash-linear-attention's")
+    if PLAIN in os.environ:
+        return
     make = fla._backend
 
     def noted(adapter: Any, base: Any, plain: Any) -> Any:
@@ -234,8 +253,9 @@ def main() -> int:
         for op, found in ops.items():
             for reason, count in found["reasons"].items():
                 print(f"{name}, {op}: refused {count}: {reason}")
-            for test, reason in found["failures"].items():
-                print(f"{name}, {op}: failed: {test}: {reason}")
+            for test, failure in found["failures"].items():
+                print(f"{name}, {op}: failed: {test}: {failure['why']}")
+                print(f"  without cake: {failure['without cake']}")
     return 1 if any(found["failed"] for ops in runs.values() for found in ops.values()) else 0
 
 

@@ -207,9 +207,15 @@ def fla_tests(results: dict[str, Any]) -> str:
             counts = (found[key] for key in ("tests", "passed", "refused", "failed", "skipped"))
             lines.append(f"| {name} | {op} | {' | '.join(map(str, counts))} |")
     lines += ["", "| run | op | refused with | tests |", "|---|---|---|---|"]
-    for name, ops in results["runs"].items():
-        for op, found in ops.items():
-            lines += [f"| {name} | {op} | {why} | {count} |" for why, count in found["reasons"].items()]
+    found_by_run = [(name, op, found) for name, ops in results["runs"].items() for op, found in ops.items()]
+    for name, op, found in found_by_run:
+        lines += [f"| {name} | {op} | {why} | {count} |" for why, count in found["reasons"].items()]
+    if any(found["failures"] for *_, found in found_by_run):
+        lines += ["", "| run | op | failed | why | the same without cake |", "|---|---|---|---|---|"]
+    for name, op, found in found_by_run:
+        for test, failure in found["failures"].items():
+            words = (" ".join(text.split()) for text in (failure["why"], failure["without cake"]))
+            lines.append(f"| {name} | {op} | `{test}` | {' | '.join(words)} |")
     return "\n".join(lines)
 
 
