@@ -143,8 +143,10 @@ def killed(group: Any, op: str, bounds: tuple[int, ...], rank: int) -> None:
 
 
 def absent(group: Any, op: str, bounds: tuple[int, ...], rank: int) -> str:
-    """Rank `rank` doesn't make the call."""
+    """Rank `rank` doesn't make the second call. In the first NCCL connects the ranks, without a limit of time."""
     context, local, call = local_call(op, bounds, group, {})
+    call(local)
+    settle()
     if context.rank == rank:
         return "absent"
     call(local)
