@@ -143,7 +143,7 @@ def killed(group: Any, op: str, bounds: tuple[int, ...], rank: int) -> None:
 
 
 def absent(group: Any, op: str, bounds: tuple[int, ...], rank: int) -> str:
-    """Rank `rank` doesn't make the second call. In the first NCCL connects the ranks, without a limit of time."""
+    """Rank `rank` doesn't make the second call. The first connects the ranks: NCCL sets that no limit."""
     context, local, call = local_call(op, bounds, group, {})
     call(local)
     settle()

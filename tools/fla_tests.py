@@ -13,7 +13,8 @@ A test counts if it calls the function. It is
   failed    if cake served every call so far and the test failed,
   skipped   if it skips itself on this machine.
 Nearly all of them are written for float16, which cake doesn't serve, so they run twice: as they are, and with
-bfloat16 in its place (tolerances as they are). What failed runs again without cake, to tell whose fault it is.
+bfloat16 in its place (tolerances as they are). What failed runs again without cake, to tell whose fault it
+is.
 """
 
 from __future__ import annotations
