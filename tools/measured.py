@@ -57,26 +57,28 @@ def documents_of(lengths: list[int]) -> str:
     return " + ".join(map(str, lengths))
 
 
-def shapes(results: dict[str, Any]) -> str:
-    """Forward and forward with backward of every shape, det, beside FlashQLA."""
+def shapes(results: dict[str, Any], arm: str, title: str) -> str:
+    """Forward and forward with backward of every shape, det, beside another library."""
+    gates = any(name.endswith("-free") for name in (row["shape"] for row in results["rows"]))
     lines = [
-        "| heads (H, HV) | tokens of the documents | fwd | fwd+bwd | recomputed | wall "
-        "| FlashQLA fwd | fwd+bwd | wall |",
-        "|---|---|---|---|---|---|---|---|---|",
+        f"| heads (H, HV) | tokens of the documents |{' gate |' if gates else ''} fwd | fwd+bwd | recomputed "
+        f"| wall | {title} fwd | fwd+bwd | wall |",
+        "|---|---|---|---|---|---|---|---|---|" + "---|" * gates,
     ]
     for name in dict.fromkeys(row["shape"] for row in results["rows"]):
         first = rows(results, shape=name)[0]
-        det = {"shape": name, "arm": "cake-det"}
-        peer = {"shape": name, "arm": "flashqla"}
+        peer = {"shape": name, "arm": arm}
+        words = [f"({first['heads'][0]}, {first['heads'][1]})", documents_of(first["lengths"])]
+        if gates:
+            words.append("unbounded" if name.endswith("-free") else "at least -5")
         figures = [
             *ours(results, name),
-            cell(results, "wall_ms", **det, mode="save", **{"pass": "fwd+bwd"}),
+            cell(results, "wall_ms", shape=name, arm="cake-det", mode="save", **{"pass": "fwd+bwd"}),
             cell(results, "gpu_ms", **peer, **{"pass": "fwd"}),
             cell(results, "gpu_ms", **peer, **{"pass": "fwd+bwd"}),
             cell(results, "wall_ms", **peer, **{"pass": "fwd+bwd"}),
         ]
-        heads = f"({first['heads'][0]}, {first['heads'][1]})"
-        lines.append(f"| {heads} | {documents_of(first['lengths'])} | {' | '.join(figures)} |")
+        lines.append(f"| {' | '.join([*words, *figures])} |")
     return "\n".join(lines)
 
 
@@ -87,22 +89,6 @@ def ours(results: dict[str, Any], shape: str) -> list[str]:
         cell(results, "gpu_ms", **det, **{"pass": "fwd"}),
         *(cell(results, "gpu_ms", **det, mode=mode, **{"pass": "fwd+bwd"}) for mode in ("save", "recompute")),
     ]
-
-
-def kda_shapes(results: dict[str, Any]) -> str:
-    """Forward and forward with backward of KDA's shapes, det."""
-    lines = [
-        "| heads | tokens of the documents | gate | fwd | fwd+bwd | recomputed | wall |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for name in dict.fromkeys(row["shape"] for row in results["rows"]):
-        first = rows(results, shape=name)[0]
-        gate = "unbounded" if name.endswith("-free") else "at least -5"
-        det = {"shape": name, "arm": "cake-det"}
-        wall = cell(results, "wall_ms", **det, mode="save", **{"pass": "fwd+bwd"})
-        figures = " | ".join([*ours(results, name), wall])
-        lines.append(f"| {first['heads'][1]} | {documents_of(first['lengths'])} | {gate} | {figures} |")
-    return "\n".join(lines)
 
 
 def stages(results: dict[str, Any], shape: str = "M") -> str:
@@ -241,13 +227,13 @@ def host(results: dict[str, Any]) -> str:
 
 
 TABLES: dict[str, tuple[Path, Callable[[dict[str, Any]], str]]] = {
-    "gdn-shapes": (GDN, shapes),
+    "gdn-shapes": (GDN, partial(shapes, arm="flashqla", title="FlashQLA")),
     "gdn-stages": (GDN, stages),
     "gdn-memory": (GDN, memory),
     "gdn-repeat": (GDN, repeat),
     "gdn-segments": (GDN, segments),
     "gdn-host": (GDN, host),
-    "kda-shapes": (KDA, kda_shapes),
+    "kda-shapes": (KDA, partial(shapes, arm="fla", title="FLA")),
     "kda-stages": (KDA, partial(stages, shape="h64-1x16384")),
     "gdn-ranks": (GDN.with_name("h200-ranks.json"), ranks),
     "kda-ranks": (KDA.with_name("h200-ranks.json"), ranks),
