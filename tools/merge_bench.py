@@ -42,7 +42,6 @@ def measure(samples: int) -> list[dict[str, Any]]:
 
     device = torch.device("cuda", torch.cuda.current_device())
     library = loader.load("gdn", "affine_merge", arch=ARCH, package="state_chain")
-    stream = torch.cuda.current_stream(device).cuda_stream
     chains = (tuple((i, i, i) for i in range(STEPS)),)
     rows = []
     for ncols in state_chain.STATE_COLUMNS:
@@ -61,7 +60,7 @@ def measure(samples: int) -> list[dict[str, Any]]:
                         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                         start.record()
                         state_chain.launch_merge(
-                            library, ARCH, stream, b, m, chains, STEPS,
+                            library, ARCH, b, m, chains, STEPS,
                             columns=width, transposed=transposed, out=out,
                         )  # fmt: skip
                         end.record()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cake.core import ToolchainError, tables, toolchain
+from cake.core import ToolchainError, recording, tables, toolchain
 from cake.core.testing.markers import pytest_configure, pytest_runtest_setup
 
 __all__ = ["pytest_configure", "pytest_runtest_setup"]
@@ -45,8 +45,9 @@ def emulate(emulator, monkeypatch):
         merge = csrc.parent / "_vendor" / "state_chain"
         monkeypatch.setattr(backend, "_library", library)
         monkeypatch.setattr(backend, "_merges", lambda: library("affine_merge", merge), raising=False)
-        monkeypatch.setattr(tables, "_capturing", lambda: True)  # torch's own answer needs CUDA
-        monkeypatch.setattr(backend, "stream_of", lambda device: 0)
+        monkeypatch.setattr(tables, "_capturing", lambda device: True)  # torch's own answer needs CUDA
+        for module in (backend, recording):
+            monkeypatch.setattr(module, "stream_of", lambda device: 0)
         monkeypatch.setattr(backend, "_ctas", lambda device: 2)  # so that a persistent CTA has several chunks
         monkeypatch.setattr(backend, "seed", 0, raising=False)
         monkeypatch.setattr(backend, "multiprocessors", 132, raising=False)

@@ -9,25 +9,28 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from cake.core import config
+from cake.core.calls import Memo
 from cake.core.errors import ConfigError
 from cake.core.testing import assert_bitwise_equal
-from cake.gdn import _route, _stages, chunk_gated_delta_rule, last_route
+from cake.gdn import _route, _stages, api, chunk_gated_delta_rule, last_route
 
 SELECT = {"linear_attention_backend": "cake"}
 
 
 @pytest.fixture
 def launches(monkeypatch):
-    """The stages that ran, in order."""
+    """The stages that ran, in order. A GPU's run when a call is first seen, so nothing has been seen yet."""
     names = []
     original = _stages.stages
+    monkeypatch.setattr(api, "_calls", Memo())
 
     class Recorded:
         def __init__(self, backend):
             self.backend, self.module = backend, original(backend)
 
         def __getattr__(self, stage):
-            names.append(stage)
+            if stage not in ("library", "tables"):
+                names.append(stage)
             return getattr(self.module, stage)
 
     monkeypatch.setattr(_stages, "stages", Recorded)
@@ -84,7 +87,7 @@ class TestTape:
         torch.autograd.grad(results, inputs[5], (case.do, case.dht))
         assert launches == ["prep", "scan", "adj"]
 
-    def test_recomputing_saves_inputs_alone(self, layer):
+    def test_recomputing_saves_inputs_alone(self, layer, device):
         _, inputs, run = layer
 
         def saved(recompute):
@@ -95,7 +98,10 @@ class TestTape:
 
         pointers = {x.data_ptr() for x in inputs}
         assert {x.data_ptr() for x in saved(True)} <= pointers
-        assert {tuple(x.shape) for x in saved(False)} >= {(2, 135, 64), (2, 135), (1, 135), (4, 2, 128, 128)}
+        tape = {(2, 135, 64), (2, 135), (1, 135), (4, 2, 128, 128)}
+        if device.type == "cuda":  # in one piece
+            tape = {(2 * 135 * 132 + 2 * 135 * 4 + 4 * 2 * 128 * 256,)}
+        assert {tuple(x.shape) for x in saved(False)} >= tape
 
 
 class TestConfiguration:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from cake.core.checks import check_tensor
+from cake.core.recording import address, empty, launch
 from cake.core.segments import Segments, UnseenSegments
 
 __all__ = [
@@ -214,7 +215,6 @@ def chain(
 def launch_merge(
     library: Any,
     arch: str,
-    stream: int,
     b: torch.Tensor,
     m: torch.Tensor,
     chains: Sequence[Sequence[Step]],
@@ -229,7 +229,6 @@ def launch_merge(
 
     Args:
         library: an op's `affine_merge`, for `arch`.
-        stream: handle of the stream that the launches go to.
 
         All others, result and errors are those of `merge`.
     """
@@ -237,13 +236,12 @@ def launch_merge(
     if out is None:
         out = b.new_empty((n_out, *b.shape[1:]))
     width = columns_per_block(len(chains) * b.shape[1], b.shape[3], arch, columns)
-    _launch(library, stream, tables(tuple(map(tuple, chains))), b, m, live, out, width, transposed)
+    _launch(library, tables(tuple(map(tuple, chains))), b, m, live, out, width, transposed)
     return out
 
 
 def _launch(
     library: Any,
-    stream: int,
     parts: Iterable[tuple[array[int], int]],
     b: torch.Tensor,
     m: torch.Tensor,
@@ -253,7 +251,8 @@ def _launch(
     transposed: bool,
 ) -> None:
     for table, count in parts:
-        library.affine_merge(b, m, live, out, table.buffer_info()[0], count, width, transposed, stream)
+        arguments = (b, m, live, out, address(table), count, width, transposed)
+        launch(library, "affine_merge", b.device, *arguments)
 
 
 @lru_cache(maxsize=64)
@@ -265,7 +264,6 @@ def _tables_of(segments: Segments, adjoint: bool) -> tuple[tuple[array[int], int
 def launch_chain(
     library: Any,
     arch: str,
-    stream: int,
     b: torch.Tensor,
     m: torch.Tensor,
     live: torch.Tensor,
@@ -275,15 +273,15 @@ def launch_chain(
     adjoint: bool = False,
 ) -> torch.Tensor:
     """`chain` by the kernel; `plan` holds the tables that segments which were cut on the device need."""
-    states = torch.empty_like(b)
+    states: torch.Tensor = empty(b.shape, b.dtype, b.device)
     if not isinstance(segments, UnseenSegments):
         parts = _tables_of(segments, adjoint)
         width = columns_per_block(sum(count for _, count in parts) * b.shape[1], b.shape[3], arch)
-        _launch(library, stream, parts, b, m, live, states, width, adjoint)
+        _launch(library, parts, b, m, live, states, width, adjoint)
         return states
     width = columns_per_block(segments.whole.n * b.shape[1], b.shape[3], arch)
-    library.affine_merge_runs(
+    launch(
+        library, "affine_merge_runs", b.device,
         b, m, live, states, plan, segments.n, segments.chunk_capacity, segments.whole.n, width, adjoint,
-        stream,
     )  # fmt: skip
     return states

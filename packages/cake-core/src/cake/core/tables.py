@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from cake.core.recording import given_tables
 from cake.core.segments import Segments, UnseenSegments
 from cake.core.sequences import Sequences
 
@@ -55,7 +56,7 @@ def plan_tables(
 
     Args:
         seqs: the call's sequences.
-        device: where the call runs; the current one.
+        device: where the call runs.
         stream: handle of the stream that the launches go to.
         make_plan, copy_boundaries, make_cut_plan: the host entries of the op's library; the last one is
             needed by `UnseenSegments` alone.
@@ -63,8 +64,11 @@ def plan_tables(
     Raises:
         ValueError: segments of a call with 2^30 tokens or more.
     """
+    given: torch.Tensor | None = given_tables()
+    if given is not None:
+        return given
     # A graph that is replayed must own what it reads.
-    if seqs.cu_device is not None or _capturing():
+    if seqs.cu_device is not None or _capturing(device):
         return _made(seqs, device, stream, make_plan, copy_boundaries, make_cut_plan)
     key = (seqs, device, stream)
     with _lock:
@@ -84,8 +88,11 @@ def release() -> None:
         _kept.clear()
 
 
-def _capturing() -> bool:
-    return torch.cuda.is_current_stream_capturing()
+def _capturing(device: torch.device) -> bool:
+    if device.index == torch.cuda.current_device():
+        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 def _made(

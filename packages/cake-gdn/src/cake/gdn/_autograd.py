@@ -2,12 +2,15 @@
 
 With `recompute_state` off the forward saves q, k, v, beta, its `Prep` and the tape of states; with it on, its
 inputs alone, and the backward runs the same `prep` and `scan` again: the bits are the same by construction.
+
+`forward` and `backward` run the stages one by one. On a GPU a call outside of a tracer plays what they
+recorded for the first one like it (`cake.core.recording`), and what is saved is one tensor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -17,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from cake.core.calls import Planned
 from cake.core.checks import check_saved, saved_as
 from cake.core.launch import loadable, running_on
+from cake.core.recording import Recording, record
 from cake.core.segments import Segments
 from cake.core.tables import plan_words
 from cake.gdn import _route, _segments, _stages
@@ -64,6 +68,13 @@ class Call(Planned):
     differentiable: bool
     # What is walked in place of whole sequences, if the call is cut.
     segments: Segments | None = None
+    # Of all calls like this one.
+    recordings: dict[Any, Recording] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @property
+    def played(self) -> bool:
+        """Whether kernels run it."""
+        return self.route.backend == "cuda" and self.seqs.total > 0
 
     @property
     def least(self) -> float | None:
@@ -86,6 +97,8 @@ def run(
     if call.differentiable:
         apply: Any = _GatedDeltaRule.apply
         o, final_state = apply(q, k, v, g, beta, initial_state, call)
+    elif call.played:
+        o, final_state, _ = _play_forward(q, k, v, g, beta, initial_state, call, save_states=False)
     else:
         o, final_state, _ = _forward(q, k, v, g, beta, initial_state, call, save_states=False)
     return o, final_state
@@ -104,13 +117,19 @@ class _GatedDeltaRule(torch.autograd.Function):
         call: Call,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         ctx.set_materialize_grads(False)
-        o, final_state, tape = forward(q, k, v, g, beta, initial_state, call)
+        tape: tuple[torch.Tensor | None, ...]
+        if call.played:
+            save = not call.route.recompute_state
+            o, final_state, tape = _play_forward(q, k, v, g, beta, initial_state, call, save_states=save)
+        else:
+            o, final_state, tape = forward(q, k, v, g, beta, initial_state, call)
         ctx.call, ctx.has_state = call, initial_state is not None
         ctx.inputs = Inputs(q.shape, v.shape, g.dtype, beta.dtype, v.device)
         # Boundaries on the device are saved too: refilled in place before the backward, they raise there.
         saved = (q, k, v, beta, call.seqs.cu_device, *(tape or (g, initial_state)))
         ctx.save_for_backward(*saved)
-        ctx.saved_as = saved_as(saved)
+        # A recording checks what it is given.
+        ctx.saved_as = None if call.played and tape else saved_as(saved)
         return o, final_state
 
     @staticmethod
@@ -122,11 +141,12 @@ class _GatedDeltaRule(torch.autograd.Function):
             return (None,) * 7
         saved = ctx.saved_tensors
         call: Call = ctx.call
-        if saved_as(saved) != ctx.saved_as:
+        if ctx.saved_as is not None and saved_as(saved) != ctx.saved_as:
             check_tape(saved, ctx.inputs, call, ctx.has_state)
         q, k, v, beta, boundaries, *tape = saved
         wanted = ctx.needs_input_grad
-        grads = backward(q, k, v, beta, tape, do, dht, ctx.inputs, call.at(boundaries), wanted, ctx.has_state)
+        run = _play_backward if call.played else backward
+        grads = run(q, k, v, beta, tape, do, dht, ctx.inputs, call.at(boundaries), wanted, ctx.has_state)
         return (*[x if need else None for x, need in zip(grads, wanted, strict=False)], None)
 
 
@@ -170,10 +190,126 @@ def backward(
     with running_on(made.device):
         if call.route.recompute_state:
             g, initial_state = tape
-            walk = _walk_again(stages, q, k, v, beta, g, initial_state, call)
+            if initial_state is not None:
+                initial_state = initial_state.contiguous()
+            walk = _walk_again(stages, q, k, v, beta, g.float(), initial_state, call)
         else:
             walk = Walk(Prep(*tape[:5]), tape[5], tuple(tape[6:]))
-        return _backward(stages, q, k, v, beta, do, dht, walk, made, call, wanted, has_state)
+        grads = _backward(stages, q, k, v, beta, do, dht, walk, call, wanted, has_state)
+    return _in_dtypes(grads, made)
+
+
+def _play_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    call: Call,
+    *,
+    save_states: bool,
+) -> tuple[Any, torch.Tensor | None, tuple[torch.Tensor, ...]]:
+    """`forward` of a recording. The tape: what a backward needs, as one tensor, and the call's tables."""
+    stages, device = _stages.stages(call.route.backend), v.device
+    if g.dtype is not FP32:
+        g = g.float()
+    if initial_state is not None:
+        initial_state = initial_state.contiguous()
+    library, plan = stages.library(), stages.tables(call.segments or call.seqs, device)
+    recording = call.recordings.get(save_states)
+    if recording is None or recording.source is not library:
+
+        def run(
+            q: Any, k: Any, v: Any, g: Any, beta: Any, initial_state: Any, plan: Any
+        ) -> tuple[Sequence[Any], Sequence[Any]]:
+            o, final_state, walk = _walk(
+                stages,
+                q,
+                k,
+                v,
+                g,
+                beta,
+                initial_state,
+                call,
+                output_final_state=call.output_final_state,
+                save_states=save_states,
+            )
+            t, b, rq, rk, _ = walk.prep
+            return (o, final_state), (t, b, rq, rk, walk.states, *walk.maps) if save_states else ()
+
+        names = ("q", "k", "v", "g", "beta", "initial_state", "plan")
+        given = dict(zip(names, (q, k, v, g, beta, initial_state, plan), strict=True))
+        recording = call.recordings[save_states] = record(library, "gdn", "forward", device, given, run)
+    (o, final_state), tape = recording.play(q, k, v, g, beta, initial_state, plan)
+    return o, final_state, () if tape is None else (tape, plan)
+
+
+def _play_backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    beta: torch.Tensor,
+    tape: Sequence[Any],
+    do: torch.Tensor | None,
+    dht: torch.Tensor | None,
+    made: Inputs,
+    call: Call,
+    wanted: tuple[bool, ...],
+    has_state: bool,
+) -> tuple[torch.Tensor | None, ...]:
+    """`backward` of a recording, from the tape of `_play_forward`."""
+    stages, device = _stages.stages(call.route.backend), made.device
+    do = v.new_zeros(v.shape) if do is None else loadable(do)
+    dht = None if dht is None else dht.contiguous()
+    library, again = stages.library(), call.route.recompute_state
+    given: tuple[Any, ...]
+    if again:
+        g, initial_state = tape
+        initial_state = None if initial_state is None else initial_state.contiguous()
+        plan = stages.tables(call.segments or call.seqs, device)
+        given = q, k, v, beta, do, dht, plan, g.float(), initial_state
+    else:
+        states, plan = tape
+        given = q, k, v, beta, do, dht, plan, states
+    key = wanted, dht is None
+    recording = call.recordings.get(key)
+    if recording is None or recording.source is not library:
+
+        def run(
+            q: Any, k: Any, v: Any, beta: Any, do: Any, dht: Any, plan: Any, *rest: Any
+        ) -> tuple[Sequence[Any], Sequence[Any]]:
+            if again:
+                g, initial_state = rest
+                walk = _walk_again(stages, q, k, v, beta, g, initial_state, call)
+            else:
+                ((t, b, rq, rk, states, *maps),) = rest
+                walk = Walk(Prep(t, b, rq, rk, plan), states, tuple(maps))
+            grads = _backward(stages, q, k, v, beta, do, dht, walk, call, wanted, has_state)
+            return [x if need else None for x, need in zip(grads, wanted, strict=False)], ()
+
+        names = (
+            "q",
+            "k",
+            "v",
+            "beta",
+            "do",
+            "dht",
+            "plan",
+            *(("g", "initial_state") if again else ("tape",)),
+        )
+        recording = call.recordings[key] = record(
+            library,
+            "gdn",
+            "backward",
+            device,
+            dict(zip(names, given, strict=True)),
+            run,
+            tape_of=None if again else call.recordings[True],
+            whose="the backward's saved ",
+        )
+    grads, _ = recording.play(*given)
+    return _in_dtypes(grads, made)
 
 
 def _forward(
@@ -203,7 +339,7 @@ def _forward(
             q,
             k,
             v,
-            g,
+            g.float(),
             beta,
             initial_state,
             call,
@@ -227,7 +363,7 @@ def _walk(
     cut, seqs = call.segments, call.segments or call.seqs
     maps: tuple[torch.Tensor, ...] = ()
     states_in = {}
-    prep = stages.prep(q, k, g.float(), beta, seqs, l2norm=call.l2norm)
+    prep = stages.prep(q, k, g, beta, seqs, l2norm=call.l2norm)
     if cut is not None:
         states_in["entering"], *kept = _segments.entering(
             stages, k, v, beta, prep, cut, initial_state, call.least
@@ -258,8 +394,6 @@ def _walk_again(
     initial_state: torch.Tensor | None,
     call: Call,
 ) -> Walk:
-    if initial_state is not None:
-        initial_state = initial_state.contiguous()
     _, _, walk = _walk(stages, q, k, v, g, beta, initial_state, call, save_states=True, need_output=False)
     return walk
 
@@ -273,7 +407,6 @@ def _backward(
     do: torch.Tensor,
     dht: torch.Tensor | None,
     walk: Walk,
-    made: Inputs,
     call: Call,
     wanted: tuple[bool, ...],
     has_state: bool,
@@ -305,7 +438,14 @@ def _backward(
         states_edge=has_state or cut is not None,
         adj_edge=dht is not None or cut is not None,
     )
-    return dq, dk, dv, dg.to(made.g_dtype), dbeta.to(made.beta_dtype), dh0
+    return dq, dk, dv, dg, dbeta, dh0
+
+
+def _in_dtypes(grads: Sequence[torch.Tensor | None], made: Inputs) -> tuple[torch.Tensor | None, ...]:
+    dq, dk, dv, dg, dbeta, dh0 = grads
+    dg = None if dg is None else dg.to(made.g_dtype)
+    dbeta = None if dbeta is None else dbeta.to(made.beta_dtype)
+    return dq, dk, dv, dg, dbeta, dh0
 
 
 def _empty_gradients(

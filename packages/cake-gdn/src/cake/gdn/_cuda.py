@@ -1,7 +1,8 @@
 """The stages on sm_90a: what each kernel is given, and where its results live. The interface: `_stages`.
 
 Nothing is read back from the device and every launch goes to the current stream, so all of it can be captured
-into a CUDA graph. Scratch comes from the workspace pool; what autograd keeps is ordinary memory.
+into a CUDA graph. Memory and launches go through `cake.core.recording`, so that a call plays what an earlier
+one with the same metadata recorded: a stage asks a tensor for its shape, dtype and device alone.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from typing import Any
 
 import torch
 
-from cake.core import loader, state_chain, workspace
+from cake.core import loader, state_chain
 from cake.core.launch import stream_of
+from cake.core.recording import empty, launch, scratch
 from cake.core.segments import Segments
 from cake.core.tables import plan_tables
 from cake.gdn._stages import Prep
@@ -27,29 +29,17 @@ def prep(
 ) -> Prep:
     """The call's tables, then norms, decays and chunk inverses; see `_stages`."""
     heads, v_heads, total, device = q.shape[2], g.shape[2], seqs.total, q.device
-    stream, library = stream_of(device), _library("gdn_prep")
     made = Prep(
-        t=torch.empty((v_heads, total, CHUNK), dtype=torch.bfloat16, device=device),
-        b=torch.empty((v_heads, total), dtype=torch.float32, device=device),
-        rq=torch.empty((heads, total), dtype=torch.float32, device=device),
-        rk=torch.empty((heads, total), dtype=torch.float32, device=device),
+        t=empty((v_heads, total, CHUNK), torch.bfloat16, device),
+        b=empty((v_heads, total), torch.float32, device),
+        rq=empty((heads, total), torch.float32, device),
+        rk=empty((heads, total), torch.float32, device),
         plan=tables(seqs, device),
     )
-    library.gdn_prep(
-        q,
-        k,
-        g,
-        beta,
-        made.plan,
-        seqs.n,
-        seqs.chunk_capacity,
-        made.t,
-        made.b,
-        made.rq,
-        made.rk,
-        l2norm,
-        stream,
-    )
+    launch(
+        _library("gdn_prep"), "gdn_prep", device,
+        q, k, g, beta, made.plan, seqs.n, seqs.chunk_capacity, made.t, made.b, made.rq, made.rk, l2norm,
+    )  # fmt: skip
     return made
 
 
@@ -70,13 +60,14 @@ def scan(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """The serial forward; see `_stages`. The tape holds tile images: see `logical_states`."""
     edge = initial_state is not None or entering is not None
-    o = torch.empty(v.shape, dtype=v.dtype, device=v.device) if need_output else None
+    o = empty(v.shape, v.dtype, v.device) if need_output else None
     final_state = _states(_sequences(seqs), v) if output_final_state else None
     states = _tape(seqs, v, edge) if save_states else None
-    _library("gdn_scan").gdn_scan(
+    launch(
+        _library("gdn_scan"), "gdn_scan", v.device,
         q, k, v, beta, prep.plan, seqs.n, _sequences(seqs), seqs.chunk_capacity,
         prep.t, prep.b, prep.rq, prep.rk, initial_state, entering, o, final_state, states,
-        edge, scale, stream_of(v.device),
+        edge, scale,
     )  # fmt: skip
     return o, final_state, states
 
@@ -96,14 +87,15 @@ def adj(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """The serial adjoint; see `_stages`."""
     edge = dht is not None or leaving is not None
-    y = torch.empty(do.shape, dtype=do.dtype, device=do.device)
-    adj_states = workspace.take(
+    y = empty(do.shape, do.dtype, do.device)
+    adj_states = scratch(
         "gdn", "adj_states", (seqs.slots(edge), do.shape[2], HEAD_DIM, HEAD_DIM), torch.bfloat16, do.device
     )
     dh0 = _states(_sequences(seqs), do) if need_dh0 else None
-    _library("gdn_adj").gdn_adj(
+    launch(
+        _library("gdn_adj"), "gdn_adj", do.device,
         q, k, do, beta, prep.plan, seqs.n, _sequences(seqs), seqs.chunk_capacity,
-        prep.t, prep.b, prep.rq, prep.rk, dht, leaving, y, dh0, adj_states, edge, scale, stream_of(do.device),
+        prep.t, prep.b, prep.rq, prep.rk, dht, leaving, y, dh0, adj_states, edge, scale,
     )  # fmt: skip
     return y, adj_states, dh0
 
@@ -120,10 +112,11 @@ def transfer(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The maps of segments; see `_stages`."""
     b, m = (_states(seqs.n, v) for _ in range(2))
-    live = torch.empty((seqs.n, v.shape[2]), dtype=torch.int32, device=v.device)
-    _library("gdn_transfer").gdn_transfer(
+    live = empty((seqs.n, v.shape[2]), torch.int32, v.device)
+    launch(
+        _library("gdn_transfer"), "gdn_transfer", v.device,
         k, v, beta, prep.plan, seqs.n, _sequences(seqs), seqs.chunk_capacity,
-        prep.t, prep.b, prep.rq, prep.rk, initial_state, b, m, live, least, stream_of(v.device),
+        prep.t, prep.b, prep.rq, prep.rk, initial_state, b, m, live, least,
     )  # fmt: skip
     return b, m, live
 
@@ -143,9 +136,10 @@ def adj_transfer(
 ) -> torch.Tensor:
     """The adjoint maps' B; see `_stages`."""
     b = _states(seqs.n, do)
-    _library("gdn_transfer").gdn_adj_transfer(
+    launch(
+        _library("gdn_transfer"), "gdn_adj_transfer", do.device,
         q, k, do, beta, prep.plan, seqs.n, _sequences(seqs), seqs.chunk_capacity,
-        prep.t, prep.b, prep.rq, prep.rk, dht, b, live, least, scale, stream_of(do.device),
+        prep.t, prep.b, prep.rq, prep.rk, dht, b, live, least, scale,
     )  # fmt: skip
     return b
 
@@ -158,7 +152,7 @@ def merge(
     **options: Any,
 ) -> torch.Tensor:
     """See `cake.core.state_chain.merge`, whose arguments, result and errors these are."""
-    return state_chain.launch_merge(_merges(), ARCH, stream_of(b.device), b, m, chains, n_out, **options)
+    return state_chain.launch_merge(_merges(), ARCH, b, m, chains, n_out, **options)
 
 
 def chain(
@@ -171,8 +165,7 @@ def chain(
     adjoint: bool = False,
 ) -> torch.Tensor:
     """The states where segments meet; see `_stages`."""
-    stream = stream_of(b.device)
-    return state_chain.launch_chain(_merges(), ARCH, stream, b, m, live, prep.plan, seqs, adjoint=adjoint)
+    return state_chain.launch_chain(_merges(), ARCH, b, m, live, prep.plan, seqs, adjoint=adjoint)
 
 
 def out(
@@ -193,15 +186,14 @@ def out(
     adj_edge: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The parallel rest of the backward; see `_stages`. dv takes over y's storage."""
-    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    dk = torch.empty(k.shape, dtype=k.dtype, device=q.device)
-    # Of their own: an op's results share no memory.
-    dbeta = torch.empty(v.shape[:3], dtype=torch.float32, device=q.device)
-    dg = torch.empty_like(dbeta)
-    _library("gdn_out").gdn_out(
+    device = q.device
+    dq, dk = empty(q.shape, q.dtype, device), empty(k.shape, k.dtype, device)
+    dbeta, dg = (empty(v.shape[:3], torch.float32, device) for _ in range(2))
+    launch(
+        _library("gdn_out"), "gdn_out", device,
         q, k, v, do, y, beta, prep.plan, seqs.n, seqs.chunk_capacity,
         prep.t, prep.b, prep.rq, prep.rk, states, adj_states, states_edge, adj_edge,
-        dq, dk, y, dbeta, dg, scale, l2norm, _ctas(q.device.index), stream_of(q.device),
+        dq, dk, y, dbeta, dg, scale, l2norm, _ctas(device.index),
     )  # fmt: skip
     return dq, dk, y, dbeta, dg
 
@@ -211,6 +203,11 @@ def tables(seqs: Sequences, device: torch.device) -> torch.Tensor:
     library = _library("gdn_prep")
     entries = (library.gdn_plan, library.gdn_boundaries, library.gdn_cut_plan)
     return plan_tables(seqs, device, stream_of(device), *entries)
+
+
+def library() -> Any:
+    """What plays the recordings of a call."""
+    return _library("gdn_prep")
 
 
 def logical_states(images: torch.Tensor) -> torch.Tensor:
@@ -240,13 +237,13 @@ def _ctas(device: int) -> int:
 
 
 def _tape(seqs: Sequences, v: torch.Tensor, edge: bool) -> torch.Tensor:
-    return torch.empty(
-        (seqs.slots(edge), v.shape[2], HEAD_DIM, HEAD_DIM), dtype=torch.bfloat16, device=v.device
-    )
+    states: torch.Tensor = empty((seqs.slots(edge), v.shape[2], HEAD_DIM, HEAD_DIM), torch.bfloat16, v.device)
+    return states
 
 
 def _states(n: int, v: torch.Tensor) -> torch.Tensor:
-    return torch.empty((n, v.shape[2], HEAD_DIM, HEAD_DIM), dtype=torch.float32, device=v.device)
+    states: torch.Tensor = empty((n, v.shape[2], HEAD_DIM, HEAD_DIM), torch.float32, v.device)
+    return states
 
 
 def _sequences(seqs: Sequences) -> int:

@@ -156,7 +156,7 @@ def merge(
     **options: Any,
 ) -> torch.Tensor:
     """See `cake.core.state_chain.merge`, whose arguments, result and errors these are."""
-    return state_chain.launch_merge(_merges(), ARCH, stream_of(b.device), b, m, chains, n_out, **options)
+    return state_chain.launch_merge(_merges(), ARCH, b, m, chains, n_out, **options)
 
 
 def chain(
@@ -169,8 +169,7 @@ def chain(
     adjoint: bool = False,
 ) -> torch.Tensor:
     """The states where segments meet; see `_stages`."""
-    stream = stream_of(b.device)
-    return state_chain.launch_chain(_merges(), ARCH, stream, b, m, live, prep.plan, seqs, adjoint=adjoint)
+    return state_chain.launch_chain(_merges(), ARCH, b, m, live, prep.plan, seqs, adjoint=adjoint)
 
 
 def out(

@@ -2,6 +2,7 @@
 #include "gdn_prep.cuh"
 
 #include "cake/plan_host.cuh"
+#include "cake/recording_host.cuh"
 
 namespace cake::gdn {
 
@@ -34,5 +35,6 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(gdn_plan, make_plan);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gdn_cut_plan, make_cut_plan);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gdn_boundaries, copy_boundaries);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gdn_prep, gdn_prep);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(gdn_recording, record);
 
 }  // namespace cake::gdn

@@ -1,0 +1,263 @@
+"""The launches of one direction of a call, recorded once and played again by one call into C++.
+
+A stage of a kernel backend asks for memory (`empty`, `scratch`) and launches kernels (`launch`). Run as it is
+it does just that. Run by `record` it works on stand-ins for tensors, which have a shape, a dtype and a device
+and no memory: nothing is allocated and nothing launched. What it would have done becomes a `Recording`, which
+every call with the same metadata plays: it allocates the results, one tensor for all that a backward needs
+(the *tape*) and one for everything else (the *scratch*), and hands them to the kernels in one go.
+
+What a stage does may depend on shapes, dtypes and the options of its call, never on a tensor's address or
+values, and it may ask nothing else of a tensor. The C++ side is an op's own (`recording_host.cuh`).
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from cake.core import workspace
+from cake.core.launch import stream_of
+
+__all__ = ["Recording", "address", "empty", "given_tables", "launch", "record", "scratch"]
+
+#: Most bytes that a tensor inside another one is aligned to; as PyTorch's allocator.
+ALIGNMENT = 512
+# DLPack's codes of dtypes, and bits.
+_CODES = {
+    torch.int32: (0, 32),
+    torch.int64: (0, 64),
+    torch.uint8: (1, 8),
+    torch.float32: (2, 32),
+    torch.bfloat16: (4, 16),
+}
+_DEVICES = {"cpu": 1, "cuda": 2}
+
+
+class Extents(NamedTuple):
+    """Shape and dtype of a contiguous tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Piece(NamedTuple):
+    """A tensor inside another one, `first` bytes from its begin."""
+
+    first: int
+    extents: Extents
+
+
+class StandIn:
+    """What `record` hands to stages in place of a tensor."""
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+        self.shape, self.dtype, self.device = tuple(shape), dtype, device
+        #: ("argument", index) or ("view", index), once that is known.
+        self.place: tuple[str, int] | None = None
+
+    @property
+    def extents(self) -> Extents:
+        return Extents(self.shape, self.dtype)
+
+
+class _Recorder:
+    def __init__(self, tables: StandIn | None) -> None:
+        self.tables = tables
+        self.made: list[StandIn] = []
+        self.calls: list[tuple[Any, ...]] = []
+        self.held: list[Any] = []
+
+
+class _Active(threading.local):
+    recorder: _Recorder | None = None
+
+
+_active = _Active()
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
+    """An uninitialised contiguous tensor: a result, or a part of the tape."""
+    recorder = _active.recorder
+    if recorder is None:
+        return torch.empty(shape, dtype=dtype, device=device)
+    made = StandIn(shape, dtype, device)
+    recorder.made.append(made)
+    return made
+
+
+def scratch(op: str, role: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
+    """The same, of the workspace (`cake.core.workspace.take`): what nobody needs after the call."""
+    if _active.recorder is None:
+        return workspace.take(op, role, shape, dtype, device)
+    return empty(shape, dtype, device)
+
+
+def launch(library: Any, function: str, device: torch.device, *arguments: Any) -> None:
+    """Calls a host entry of an op's library on the current stream of `device`, its last argument."""
+    recorder = _active.recorder
+    entry = getattr(library, function)
+    if recorder is None:
+        entry(*arguments, stream_of(device))
+    else:
+        recorder.calls.append((entry, *arguments))
+
+
+def address(values: array[int]) -> int:
+    """Where a host table lies, for an argument of `launch`. Whoever calls holds it until then."""
+    if _active.recorder is not None:
+        _active.recorder.held.append(values)
+    return values.buffer_info()[0]
+
+
+def given_tables() -> Any:
+    """What stands for the tables of a call that is recorded (`cake.core.tables`); None in any other."""
+    return None if _active.recorder is None else _active.recorder.tables
+
+
+@dataclass(frozen=True, eq=False)
+class Recording:
+    """See the module.
+
+    source: the library that plays it; another one, as after `loader.release()`, needs another recording.
+    results: of each result what to allocate, or None where there is none.
+    tape: pieces of the tape, as the stages numbered them; None in place of what isn't there.
+    tape_bytes, scratch_bytes: None where there is none of it.
+    """
+
+    source: Any
+    op: str
+    role: str
+    device: torch.device
+    results: tuple[Extents | None, ...]
+    tape: tuple[Piece | None, ...]
+    tape_bytes: int | None
+    scratch_bytes: int | None
+    entry: Callable[..., Any]
+    held: tuple[Any, ...]
+
+    def play(self, *given: Any) -> tuple[list[torch.Tensor | None], torch.Tensor | None]:
+        """Allocates and launches; results, and the tape.
+
+        Args:
+            given: the tensors that the recording was made of, or others like them; None in the same places.
+
+        Raises:
+            RuntimeError: a tensor of another shape, dtype or device, before any launch; or a failed launch.
+            ValueError: a stride or an address that a kernel can't load.
+        """
+        device, tape, scratch = self.device, None, None
+        made = [x if x is None else torch.empty(x[0], dtype=x[1], device=device) for x in self.results]
+        if self.tape_bytes is not None:
+            tape = torch.empty(self.tape_bytes, dtype=torch.uint8, device=device)
+        if self.scratch_bytes is not None:
+            scratch = workspace.take(self.op, self.role, (self.scratch_bytes,), torch.uint8, device)
+        self.entry(*given, *made, tape, scratch, stream_of(device))
+        return made, tape
+
+
+def record(
+    source: Any,
+    op: str,
+    role: str,
+    device: torch.device,
+    given: dict[str, torch.Tensor | None],
+    run: Callable[..., tuple[Sequence[StandIn | None], Sequence[StandIn | None]]],
+    tape_of: Recording | None = None,
+    whose: str = "",
+) -> Recording:
+    """Records what `run` does.
+
+    Args:
+        source: an op's library that exports `<op>_recording`.
+        op: its name.
+        role: of the scratch in the workspace.
+        device: where the call runs.
+        given: the tensors that each call hands in, by the names that errors call them. Stages that ask for
+            the call's tables get the one called "plan".
+        run: runs stages on stand-ins of `given`, in their order, and returns results and what a tape keeps.
+            With `tape_of` the last one of `given` is a tape, and `run` gets its pieces as one sequence.
+        tape_of: the recording that made that tape.
+        whose: what errors say before the name of a tensor.
+    """
+    stands = [None if x is None else StandIn(x.shape, x.dtype, device) for x in given.values()]
+    for i, x in enumerate(stands):
+        if x is not None:
+            x.place = "argument", i
+    views: list[tuple[Any, ...]] = []
+
+    def inside(argument: int, pieces: Iterable[tuple[StandIn, int]]) -> None:
+        for x, first in pieces:
+            x.place = "view", len(views)
+            views.append((argument, first, *_CODES[x.dtype], *x.shape))
+
+    arguments: list[Any] = list(stands)
+    if tape_of is not None:
+        kept = [None if p is None else StandIn(*p.extents, device) for p in tape_of.tape]
+        there = [
+            (x, p.first) for x, p in zip(kept, tape_of.tape, strict=True) if x is not None and p is not None
+        ]
+        inside(len(stands) - 1, there)
+        arguments[-1] = kept
+    assert _active.recorder is None
+    recorder = _active.recorder = _Recorder(dict(zip(given, stands, strict=True)).get("plan"))
+    try:
+        results, keep = run(*arguments)
+    finally:
+        _active.recorder = None
+
+    n = len(stands)
+    for i, x in enumerate(results):
+        if x is not None:
+            x.place = "argument", n + i
+    end = n + len(results)
+    tape, tape_bytes = _arranged([x for x in keep if x is not None])
+    inside(end, tape)
+    rest, scratch_bytes = _arranged([x for x in recorder.made if x.place is None])
+    inside(end + 1, rest)
+    at = {id(x): first for x, first in tape}
+    calls = [
+        (entry, *[x.place if isinstance(x, StandIn) else x for x in operands], ("argument", end + 2))
+        for entry, *operands in recorder.calls
+    ]
+    checked = [
+        () if x is None else (whose + name, *_CODES[x.dtype], *x.shape)
+        for name, x in zip(given, stands, strict=True)
+    ]
+    unchecked = [()] * (len(results) + 3)
+    return Recording(
+        source=source,
+        op=op,
+        role=role,
+        device=device,
+        results=tuple(None if x is None else x.extents for x in results),
+        tape=tuple(None if x is None else Piece(at[id(x)], x.extents) for x in keep),
+        tape_bytes=tape_bytes if tape else None,
+        scratch_bytes=scratch_bytes if rest else None,
+        entry=getattr(source, f"{op}_recording")(
+            _DEVICES[device.type], device.index or 0, checked + unchecked, views, calls
+        ),
+        held=tuple(recorder.held),
+    )
+
+
+def _arranged(pieces: Sequence[StandIn]) -> tuple[list[tuple[StandIn, int]], int]:
+    """First bytes of tensors one behind another, and their bytes, without a gap.
+
+    Those with the largest power of two in their bytes come first, so that each is aligned to its own, or to
+    `ALIGNMENT`.
+    """
+    placed, end = [], 0
+    for x in sorted(pieces, key=lambda x: -math.gcd(x.extents.nbytes, ALIGNMENT)):
+        placed.append((x, end))
+        end += x.extents.nbytes
+    return placed, end
