@@ -15,8 +15,8 @@ from cake.core.sequences import Sequences, packed, packed_on_device
 
 def test_equal_metadata_is_equal():
     x, y = torch.zeros(2, 3), torch.ones(2, 3)
-    assert layouts(x, None) == layouts(y, None)
-    assert hash(layouts(x)) == hash(layouts(y))
+    assert layouts((x, None)) == layouts((y, None))
+    assert hash(layouts([x])) == hash(layouts([y]))
 
 
 @pytest.mark.parametrize(
@@ -26,16 +26,17 @@ def test_equal_metadata_is_equal():
         torch.zeros(3, 2).T,
         torch.zeros(2, 3).bfloat16(),
         torch.zeros(2, 3, device="meta"),
+        torch.zeros(2, 3, requires_grad=True),
         None,
     ],
-    ids=["shape", "strides", "dtype", "device", "none"],
+    ids=["shape", "strides", "dtype", "device", "gradient", "none"],
 )
 def test_any_difference_tells(other):
-    assert layouts(torch.zeros(2, 3)) != layouts(other)
+    assert layouts([torch.zeros(2, 3)]) != layouts([other])
 
 
 def test_what_is_no_tensor_has_no_layout():
-    assert layouts(torch.zeros(2), [1.0]) is None
+    assert layouts([torch.zeros(2), [1.0]]) is None
 
 
 def key(x, cu_seqlens=None, cu_seqlens_cpu=None, settings=(1.0,)):
@@ -48,6 +49,8 @@ def test_a_key_holds_all_that_decides(op):
     assert key(x, None, [0, 1, 4]) == key(x, None, cpu)
     keys = [key(x), key(x, None, cpu), key(x, None, [0, 2, 4]), key(x, settings=(2.0,)), key(x.double())]
     with config.temporary(op.args()):
+        keys.append(key(x))
+    with torch.no_grad():
         keys.append(key(x))
     torch.use_deterministic_algorithms(True)
     try:

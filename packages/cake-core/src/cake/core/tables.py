@@ -34,7 +34,12 @@ HEADER = 4
 #: Tables that are kept: of the sequences, their segments and both directions' streams of a few packs.
 KEPT = 8
 
+#: `make_plan`, `copy_boundaries` and `make_cut_plan` of plan_host.cuh.
+Entries = tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]
+
 _kept: OrderedDict[tuple[Sequences, torch.device, int], torch.Tensor] = OrderedDict()
+# The one asked for last, which the other layers of a model ask for next: found without the lock.
+_last: dict[tuple[Sequences, torch.device, int], torch.Tensor] = {}
 _lock = threading.Lock()
 
 
@@ -48,9 +53,7 @@ def plan_tables(
     seqs: Sequences,
     device: torch.device,
     stream: int,
-    make_plan: Callable[..., Any],
-    copy_boundaries: Callable[..., Any],
-    make_cut_plan: Callable[..., Any] | None = None,
+    entries: Callable[[], Entries],
 ) -> torch.Tensor:
     """int32: what `Plan` in seq.cuh reads. Not to be written to: another call may be given the same tensor.
 
@@ -58,8 +61,7 @@ def plan_tables(
         seqs: the call's sequences.
         device: where the call runs.
         stream: handle of the stream that the launches go to.
-        make_plan, copy_boundaries, make_cut_plan: the host entries of the op's library; the last one is
-            needed by `UnseenSegments` alone.
+        entries: gives the host entries of the op's library.
 
     Raises:
         ValueError: segments of a call with 2^30 tokens or more.
@@ -69,16 +71,21 @@ def plan_tables(
         return given
     # A graph that is replayed must own what it reads.
     if seqs.cu_device is not None or _capturing(device):
-        return _made(seqs, device, stream, make_plan, copy_boundaries, make_cut_plan)
+        return _made(seqs, device, stream, entries())
     key = (seqs, device, stream)
+    found = _last.get(key)
+    if found is not None:
+        return found
     with _lock:
         found = _kept.get(key)
         if found is None:
-            found = _kept[key] = _made(seqs, device, stream, make_plan, copy_boundaries, make_cut_plan)
+            found = _kept[key] = _made(seqs, device, stream, entries())
             if len(_kept) > KEPT:
                 _kept.popitem(last=False)
         else:
             _kept.move_to_end(key)
+        _last.clear()
+        _last[key] = found
     return found
 
 
@@ -86,6 +93,7 @@ def release() -> None:
     """Forget the tables that are kept; calls that still hold one keep it."""
     with _lock:
         _kept.clear()
+        _last.clear()
 
 
 def _capturing(device: torch.device) -> bool:
@@ -99,16 +107,14 @@ def _made(
     seqs: Sequences,
     device: torch.device,
     stream: int,
-    make_plan: Callable[..., Any],
-    copy_boundaries: Callable[..., Any],
-    make_cut_plan: Callable[..., Any] | None,
+    entries: Entries,
 ) -> torch.Tensor:
+    make_plan, copy_boundaries, make_cut_plan = entries
     cut = isinstance(seqs, Segments)
     if cut and seqs.total >= MOST_TOKENS:
         raise ValueError(f"a call that is cut must have less than 2^30 tokens, got {seqs.total}")
     words = torch.empty(plan_words(seqs), dtype=torch.int32, device=device)
     if isinstance(seqs, UnseenSegments):
-        assert make_cut_plan is not None
         make_cut_plan(
             words, seqs.cu_device, seqs.n, seqs.whole.n, seqs.length,
             seqs.chunk_capacity, seqs.total, seqs.tokens, stream,

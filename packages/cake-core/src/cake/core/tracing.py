@@ -22,7 +22,7 @@ __all__ = ["configured", "fake_sequences", "host_boundaries", "traced", "with_ro
 
 def traced() -> bool:
     """Whether a tracer looks at this call. Costs a fraction of a microsecond."""
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    return torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def configured(op: str, variant: str | None, option: str, given: Any) -> tuple[str, Any]:

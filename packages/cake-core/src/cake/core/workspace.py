@@ -14,10 +14,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from . import config
+
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Stats", "release", "stats", "take"]
+__all__ = ["Stats", "pooled", "release", "stats", "take"]
 
 _log = logging.getLogger("cake")
 
@@ -51,6 +53,11 @@ def take(
         The tensor. It requires no gradient. Its address is at least as aligned as ``torch.empty``'s.
     """
     return POOLS.take(op, role, shape, dtype, device)
+
+
+def pooled() -> bool:
+    """Whether ``take`` is more than ``torch.empty``."""
+    return config.pool_bytes() > 0 or bool(POOLS._pools)
 
 
 def release() -> int:
@@ -303,11 +310,5 @@ class Pools:
         return buffer
 
 
-def _configured_bound() -> int:
-    from . import config
-
-    return config.pool_bytes()
-
-
 #: The pools behind this module's functions.
-POOLS = Pools(_TorchDevices(), _configured_bound)
+POOLS = Pools(_TorchDevices(), lambda: config.pool_bytes())

@@ -15,9 +15,8 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
-from cake.core.calls import Planned
+from cake.core.calls import Planned, differentiated_once
 from cake.core.checks import check_saved, saved_as
 from cake.core.launch import loadable, running_on
 from cake.core.recording import Recording, record
@@ -133,7 +132,7 @@ class _GatedDeltaRule(torch.autograd.Function):
         return o, final_state
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once
     def backward(
         ctx: Any, do: torch.Tensor | None, dht: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:

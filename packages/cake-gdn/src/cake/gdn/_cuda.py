@@ -200,9 +200,7 @@ def out(
 
 def tables(seqs: Sequences, device: torch.device) -> torch.Tensor:
     """What the kernels read of sequences and chunks, int32."""
-    library = _library("gdn_prep")
-    entries = (library.gdn_plan, library.gdn_boundaries, library.gdn_cut_plan)
-    return plan_tables(seqs, device, stream_of(device), *entries)
+    return plan_tables(seqs, device, stream_of(device), _plans)
 
 
 def library() -> Any:
@@ -224,6 +222,11 @@ def logical_states(images: torch.Tensor) -> torch.Tensor:
 
 def _library(name: str) -> Any:
     return loader.load("gdn", name, arch=ARCH)
+
+
+def _plans() -> tuple[Any, Any, Any]:
+    library = _library("gdn_prep")
+    return library.gdn_plan, library.gdn_boundaries, library.gdn_cut_plan
 
 
 def _merges() -> Any:

@@ -181,7 +181,6 @@ def chunk_gated_delta_rule(
         recompute_state,
         segments,
         packing_invariant,
-        torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in tensors),
     )
     context, key = None, None
     if cp_context is not None:
@@ -239,7 +238,6 @@ def _call_of(
     recompute_state: bool | None,
     segments: int | None,
     packing_invariant: bool,
-    differentiable: bool,
 ) -> _autograd.Call:
     """Every check of a call, and what it is besides its tensors."""
     check_inputs(q, k, v, g, beta)
@@ -268,7 +266,8 @@ def _call_of(
         l2norm=l2norm,
         output_final_state=output_final_state,
         route=route,
-        differentiable=differentiable,
+        differentiable=torch.is_grad_enabled()
+        and any(x is not None and x.requires_grad for x in (q, k, v, g, beta, initial_state, a_log, dt_bias)),
         segments=cut_of_call(seqs, v_heads, segments, packing_invariant) if context is None else None,
     )
 

@@ -51,7 +51,7 @@ def prep(
         last=torch.empty((seqs.chunk_capacity, v_heads, HEAD_DIM), dtype=torch.float32, device=device),
         rq=torch.empty((heads, total), dtype=torch.float32, device=device),
         rk=torch.empty((heads, total), dtype=torch.float32, device=device),
-        plan=plan_tables(seqs, device, stream, library.kda_plan, library.kda_boundaries, _cut_plan),
+        plan=tables(seqs, device),
     )
     library.kda_prep(
         q, k, g, *_gate(gate), beta, made.plan, seqs.n, seqs.chunk_capacity,
@@ -216,6 +216,11 @@ def reduce(partials: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return da_log, dbias
 
 
+def tables(seqs: Sequences, device: torch.device) -> torch.Tensor:
+    """What the kernels read of sequences and chunks, int32."""
+    return plan_tables(seqs, device, stream_of(device), _plans)
+
+
 def logical_states(images: torch.Tensor) -> torch.Tensor:
     """The states of a tape [slots, HV, 128, 128] as the twins hold them, rows of V and columns of K."""
     return _logical(images)
@@ -252,6 +257,11 @@ def _library(name: str) -> Any:
 
 def _merges() -> Any:
     return loader.load("kda", "affine_merge", arch=ARCH, package="state_chain")
+
+
+def _plans() -> tuple[Any, Any, Any]:
+    library = _library("kda_prep")
+    return library.kda_plan, library.kda_boundaries, _cut_plan
 
 
 def _cut_plan(*arguments: Any) -> None:

@@ -215,7 +215,6 @@ def chunk_kda(
         segments,
         packing_invariant,
         backend,
-        torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in tensors),
     )
     context, key = None, None
     if cp_context is not None:
@@ -276,7 +275,6 @@ def _call_of(
     segments: int | None,
     packing_invariant: bool,
     backend: str | None,
-    differentiable: bool,
 ) -> _autograd.Call:
     """Every check of a call, and what it is besides its tensors."""
     check_inputs(q, k, v, g, beta)
@@ -309,7 +307,8 @@ def _call_of(
         lower_bound=lower_bound,
         output_final_state=output_final_state,
         route=route,
-        differentiable=differentiable,
+        differentiable=torch.is_grad_enabled()
+        and any(x is not None and x.requires_grad for x in (q, k, v, g, beta, initial_state, a_log, dt_bias)),
         segments=cut,
     )
 
