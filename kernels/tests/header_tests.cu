@@ -76,6 +76,16 @@ void wgmma_product(int64_t from_a, bool mn_major_b, TensorView a, TensorView b, 
   else (mn_major_b ? run_size<From::kSharedMN, Major::MN> : run_size<From::kSharedMN, Major::K>)(n, k, a, b, d, stream);
 }
 
+// A [64][128] in registers, B [N][128], N = 8, 16 or 32.
+void narrow_product(TensorView a, TensorView b, TensorView d, int64_t stream) {
+  DeviceGuard guard(a.device().device_id);
+  const int64_t n = d.size(1);
+  const auto run = n == 8    ? run_product<From::kRegisters, Major::K, 8, 128>
+                   : n == 16 ? run_product<From::kRegisters, Major::K, 16, 128>
+                             : run_product<From::kRegisters, Major::K, 32, 128>;
+  run(a, b, d, stream);
+}
+
 // x = lower triangle of (I + strictly lower triangle of l)^-1, [64][64] fp32.
 static __global__ void __launch_bounds__(128) invert_kernel(const float* l, float* x) {
   __shared__ float sl[64 * kTriStride], sx[64 * kTriStride];
@@ -128,6 +138,7 @@ void transpose_channels(TensorView x, TensorView y, TensorView z, int64_t stream
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(wgmma_product, wgmma_product);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(narrow_product, narrow_product);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(invert, invert);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(transpose_channels, transpose_channels);
 

@@ -53,6 +53,19 @@ def test_wgmma_product(library, device, stream, from_a, mn_major_b, n, k):
     assert (d - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
+@pytest.mark.parametrize("n", [8, 16, 32], ids="N{}".format)
+def test_narrow_products_are_columns_of_a_wide_one(library, device, stream, n):
+    generator = torch.Generator(device).manual_seed(n)
+    a = torch.randn(64, 128, generator=generator, device=device).bfloat16()
+    b = torch.randn(64, 128, generator=generator, device=device).bfloat16()
+    wide = torch.full((64, 64), float("nan"), device=device)
+    library.wgmma_product(0, False, a, b, wide, stream)
+    for first in range(0, 64, n):
+        d = torch.full((64, n), float("nan"), device=device)
+        library.narrow_product(a, b[first : first + n].contiguous(), d, stream)
+        assert torch.equal(d, wide[:, first : first + n])
+
+
 def lower_triangles():
     generator = torch.Generator().manual_seed(0)
     random = torch.randn(64, 64, generator=generator)
