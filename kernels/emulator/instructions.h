@@ -66,6 +66,9 @@ inline void stmatrix(uint32_t addr, const uint32_t (&r)[4]) { emulator::store_ma
 inline void stmatrix_trans(uint32_t addr, const uint32_t (&r)[4]) { emulator::store_matrices(r, addr, true); }
 
 inline void st_global_16(void* p, uint4 v) { *static_cast<uint4*>(p) = v; }
+inline void st_global_16_if(bool there, void* p, uint4 v) {
+  if (there) st_global_16(p, v);
+}
 inline uint4 ld_shared_16(uint32_t addr) { return emulator::load<uint4>(addr); }
 inline uint2 ld_shared_8(uint32_t addr) { return emulator::load<uint2>(addr); }
 inline uint32_t ld_shared_4(uint32_t addr) { return emulator::load<uint32_t>(addr); }
