@@ -84,10 +84,11 @@ def adj(
     dht: torch.Tensor | None = None,
     leaving: torch.Tensor | None = None,
     need_dh0: bool = False,
+    y: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """The serial adjoint; see `_stages`."""
     edge = dht is not None or leaving is not None
-    y = empty(do.shape, do.dtype, do.device)
+    y = empty(do.shape, do.dtype, do.device) if y is None else y
     adj_states = scratch(
         "gdn", "adj_states", (seqs.slots(edge), do.shape[2], HEAD_DIM, HEAD_DIM), torch.bfloat16, do.device
     )
@@ -184,16 +185,20 @@ def out(
     l2norm: bool,
     states_edge: bool,
     adj_edge: bool,
+    into: Sequence[torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The parallel rest of the backward; see `_stages`. dv takes over y's storage."""
     device = q.device
-    dq, dk = empty(q.shape, q.dtype, device), empty(k.shape, k.dtype, device)
-    dbeta, dg = (empty(v.shape[:3], torch.float32, device) for _ in range(2))
+    if into is None:
+        dq, dk = empty(q.shape, q.dtype, device), empty(k.shape, k.dtype, device)
+        dbeta, dg = (empty(v.shape[:3], torch.float32, device) for _ in range(2))
+    else:
+        dq, dk, y, dbeta, dg = into
     launch(
         _library("gdn_out"), "gdn_out", device,
         q, k, v, do, y, beta, prep.plan, seqs.n, seqs.chunk_capacity,
         prep.t, prep.b, prep.rq, prep.rk, states, adj_states, states_edge, adj_edge,
-        dq, dk, y, dbeta, dg, scale, l2norm, _ctas(device.index),
+        dq, dk, dbeta, dg, scale, l2norm, _ctas(device.index),
     )  # fmt: skip
     return dq, dk, y, dbeta, dg
 

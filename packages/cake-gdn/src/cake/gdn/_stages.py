@@ -37,11 +37,13 @@ them:
 ``out(q, k, v, do, y, beta, prep, states, adj_states, seqs, *, scale, l2norm, states_edge, adj_edge,
 into=None) -> (dq, dk, dv, dbeta, dg)``
     The parallel rest of the backward; dq, dk, dv bf16, dbeta and dg fp32. dv may take over
-    y's storage: then nothing of it needs writing but what y is not.
+    y's storage: then nothing of it needs writing but what y is not. `y` of `adj` and `into` = (dq, dk, dv,
+    dbeta, dg) say where results go: rows of dq, dk and dv like those of inputs, dbeta and dg fp32 or bf16 of
+    any strides. The kernels take dv alone for y.
 
 Where a backend says `SELECTIONS`, as the torch twins do, `seqs` may also be a selection of the call's
-sequences (`Sequences.select`): the walks and `out` then write its tokens alone, into `o`, `y` and `into` =
-(dq, dk, dv, dbeta, dg), and number their tapes by the selection; `prep` is always the whole call's.
+sequences (`Sequences.select`): the walks and `out` then write its tokens alone, into `o`, `y` and `into`, and
+number their tapes by the selection; `prep` is always the whole call's.
 """
 
 from __future__ import annotations

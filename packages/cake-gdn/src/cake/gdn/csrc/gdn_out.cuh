@@ -38,20 +38,26 @@ static_assert(kQueryRegisters + kEraseRegisters + kDeltaRegisters + kOutProducer
 
 enum OutBarrier { kDeltaBarrier = 1, kProducerBarrier = 2 };
 
+// Results that lie as the host has it. dv holds Z when the kernel begins: what differs is written.
+enum OutResult { kDq, kDk, kDv, kDbeta, kDg, kOutResults };
+
 struct OutArgs {
   View<const __nv_bfloat16> q, k, v, grad;  // [B, T, H or HV, 128]; grad = dO
   Scalars beta;
   Plan plan;
   const __nv_bfloat16* t;  // [HV, total, 64]
   const float *b, *rq, *rk;  // [HV, total], [H, total]
-  const __nv_bfloat16* z;  // [total, HV, 128]
   const __nv_bfloat16 *states, *adjoints;  // images [slots, HV, 128, 128]
   bool states_edge, adjoints_edge;  // whether the tapes have the sequences' edge slots
-  __nv_bfloat16 *dq, *dk, *dv;  // [total, H or HV, 128]; dv is z: what differs is written
-  float *dbeta, *dg;  // [total, HV]
+  View<void> results[kOutResults];  // dq, dk, dv [B, T, H or HV, 128] bf16; dbeta, dg [B, T, HV] fp32 or bf16
+  bool dbeta_bf16, dg_bf16;
   int heads, group;
   float scale;
   bool l2norm;
+
+  __device__ __forceinline__ __nv_bfloat16* rows(OutResult result, int64_t place) const {
+    return static_cast<__nv_bfloat16*>(results[result].data) + place;
+  }
 };
 
 // Per token and v head; two sets, for the v head in work and the next.
@@ -68,9 +74,9 @@ struct OutDots {
   int small[4];  // whether 16 rows have one whose dbeta comes of sums
 };
 
-// A pair's first row in [total, H], and how many rows it has. Row r of its v head j is (row + r * H) * group + j in [total, HV].
+// Where a pair's results begin, and how many rows they have. Those of its v head j lie j head strides further.
 struct OutPlace {
-  int64_t row;
+  int64_t first[kOutResults];
   int rows;
 };
 
@@ -122,7 +128,10 @@ __device__ __forceinline__ void load_pair(OutShared& s, const OutArgs& args, int
     s.rq[set][thread] = thread < chunk.rows ? args.rq[first + thread] : 0.f;
     s.rk[set][thread] = thread < chunk.rows ? args.rk[first + thread] : 0.f;
   }
-  if (thread == 0) s.places[set] = {int64_t(chunk.token) * args.heads + head, chunk.rows};
+  if (thread < kOutResults)
+    s.places[set].first[thread] =
+        args.results[thread].place(chunk.token, tokens, thread < kDv ? head : head * args.group);
+  if (thread == 0) s.places[set].rows = chunk.rows;
 }
 
 // Makes q^ and k^ of them, when this thread's copies have landed.
@@ -163,7 +172,7 @@ __device__ __forceinline__ void out_produce(OutShared& s, const OutArgs& args, i
       load_state(smem_addr(s.s), s.s_full, args.states, s_slot, v_heads, v_head, thread);
       float b = 0.f, last = 0.f, beta = 0.f;  // on their way while the copies are started
       if (thread < kChunk) {
-        b = args.b[v_head * total + token + min(thread, rows - 1)];
+        b = args.b[v_head * total + token + min(fresh(thread), rows - 1)];
         last = args.b[v_head * total + token + rows - 1];
         if (thread < rows) beta = args.beta.at(token + thread, tokens, v_head);
       }
@@ -173,8 +182,8 @@ __device__ __forceinline__ void out_produce(OutShared& s, const OutArgs& args, i
       load_rows<8, 128>(smem_addr(s.t), args.t + (v_head * total + token) * kChunk, kChunk, rows, fresh(thread));
       cp_async_commit();
       mbar_wait(smem_addr(&s.grads_empty), parity ^ 1);
-      load_rows<16, 128>(smem_addr(s.z), args.z + (int64_t(token) * v_heads + v_head) * kHeadDim, v_heads * kHeadDim,
-                         rows, fresh(thread));
+      load_rows<16, 128>(smem_addr(s.z), args.rows(kDv, args.results[kDv].place(fresh(token), tokens, v_head)),
+                         args.results[kDv].token_stride, rows, fresh(thread));
       load_rows<16, 128>(smem_addr(s.grad), args.grad.row(fresh(token), tokens, v_head), args.grad.token_stride, rows,
                          fresh(thread));
       cp_async_commit();
@@ -228,18 +237,25 @@ __device__ __forceinline__ void decays(float (&g)[32], const OutVectors& vectors
   }
 }
 
+// Where a result of row r of a pair's v head j lies.
+__device__ __forceinline__ int64_t place_of(const OutArgs& args, OutResult result, const OutPlace& place, int j,
+                                            int r) {
+  const View<void>& view = args.results[result];
+  return place.first[result] + j * view.head_stride + r * view.token_stride;
+}
+
 // dg of the chunk by one warp, sums from the end, two tokens a lane; and dv where it isn't Z.
-__device__ __forceinline__ void gate_gradient(const OutVectors& vectors, const OutDots& dots, float* dg,
-                                              __nv_bfloat16* dv, int v_heads, int rows, int lane) {
+__device__ __forceinline__ void gate_gradient(const OutVectors& vectors, const OutDots& dots, const OutArgs& args,
+                                              const OutPlace& place, int j, int lane) {
   float db[2];
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
     const int i = 2 * lane + n;
     const bool live = writes(vectors.beta[i]);
-    if (!live && i < rows) {
+    if (!live && i < place.rows) {
+      __nv_bfloat16* dv = args.rows(kDv, place_of(args, kDv, place, j, i));
 #pragma unroll 1
-      for (int group = 0; group < 16; ++group)
-        st_global_16(dv + int64_t(i) * v_heads * kHeadDim + group * 8, make_uint4(0, 0, 0, 0));
+      for (int group = 0; group < 16; ++group) st_global_16(dv + group * 8, make_uint4(0, 0, 0, 0));
     }
     db[n] = dots.query[i] + dots.erase[i] - dots.key[i];
   }
@@ -257,9 +273,10 @@ __device__ __forceinline__ void gate_gradient(const OutVectors& vectors, const O
 #pragma unroll
   for (int n = 0; n < 4; ++n) edge += dots.written[n];
   const float tail = db[1] + (lane < 31 ? after : 0.f);
-  dg += int64_t(2 * lane) * v_heads;
-  if (2 * lane < rows) dg[0] = db[0] + tail + edge;
-  if (2 * lane + 1 < rows) dg[v_heads] = tail + edge;
+  const View<void>& out = args.results[kDg];
+  const int64_t dg = place_of(args, kDg, place, j, 2 * lane);
+  if (2 * lane < place.rows) put_scalar(out, args.dg_bf16, dg, db[0] + tail + edge);
+  if (2 * lane + 1 < place.rows) put_scalar(out, args.dg_bf16, dg + out.token_stride, tail + edge);
 }
 
 // A warp's part of the trace of a 64 x 64 accumulator: its rows have their diagonal in the columns of blocks 2 w and 2 w + 1.
@@ -361,12 +378,16 @@ __device__ __forceinline__ void out_query(OutShared& s, const OutArgs& args, int
     if (args.l2norm) norm_backward(dq, dot, q, s.rq[turn & 1], me);
     stage_rows(q, dq, me);
     const OutPlace& place = s.places[fresh(turn) & 1];
-    send_rows(q, args.dq + place.row * kHeadDim, args.heads * kHeadDim, place.rows, me);
+    send_rows(q, args.rows(kDq, place.first[kDq]), args.results[kDq].token_stride, place.rows, me);
     warp_arrive(s.pair_empty[turn & 1], me.lane);
   }
 }
 
 // ---- warpgroup 1: the erasing side (k in its query role) ------------------------------------------------------------
+
+__device__ __forceinline__ void put_dbeta(const OutArgs& args, const OutPlace& place, int j, int row, float x) {
+  put_scalar(args.results[kDbeta], args.dbeta_bf16, place_of(args, kDbeta, place, j, row), x);
+}
 
 // dbeta where the diagonal isn't for it, from sums over the tokens before.
 __device__ __forceinline__ void small_betas(OutShared& s, const OutVectors& vectors, const OutDots& dots,
@@ -392,7 +413,7 @@ __device__ __forceinline__ void small_betas(OutShared& s, const OutVectors& vect
     const int row = me.row(h);
     const float beta = vectors.beta[row];
     if ((me.lane & 3) == 0 && row < place.rows && !divides(beta, place.rows))
-      args.dbeta[(place.row + row * args.heads) * args.group + j] = (dots.residual[row] + e) / row_factor(beta);
+      put_dbeta(args, place, j, row, (dots.residual[row] + e) / row_factor(beta));
   }
 }
 
@@ -474,7 +495,7 @@ __device__ __forceinline__ void out_erase(OutShared& s, const OutArgs& args, int
         const int row = me.row(h);
         const float beta = vectors.beta[row], dot_d = row_sum(zd[h]);
         if ((me.lane & 3) == 0 && row < place.rows && divides(beta, place.rows))
-          args.dbeta[(place.row + row * args.heads) * args.group + j] = dot_d / beta / beta;
+          put_dbeta(args, place, j, row, dot_d / beta / beta);
       }
       wgmma_wait<0>();
       pin(dk);
@@ -487,8 +508,7 @@ __device__ __forceinline__ void out_erase(OutShared& s, const OutArgs& args, int
       warp_arrive(s.dots_full, me.lane);
       if (me.warp == 0) {
         mbar_wait(smem_addr(&s.dots_full), fresh(step) & 1);
-        gate_gradient(vectors, dots, args.dg + place.row * args.group + j,
-                      args.dv + (place.row * args.group + j) * kHeadDim, args.heads * args.group, place.rows, me.lane);
+        gate_gradient(vectors, dots, args, place, j, me.lane);
       }
     }
     mbar_wait(smem_addr(&s.dots_full), (fresh(step) - 1) & 1);  // no product reads k^ any more
@@ -513,7 +533,7 @@ __device__ __forceinline__ void out_erase(OutShared& s, const OutArgs& args, int
       norm_backward(dk, dot, k, s.rk[fresh(turn) & 1], me);
     }
     stage_rows(k, dk, me);
-    send_rows(k, args.dk + place.row * kHeadDim, args.heads * kHeadDim, place.rows, me);
+    send_rows(k, args.rows(kDk, place.first[kDk]), args.results[kDk].token_stride, place.rows, me);
     warp_arrive(s.pair_empty[fresh(turn) & 1], me.lane);
   }
 }

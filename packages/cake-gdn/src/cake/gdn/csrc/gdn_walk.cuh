@@ -30,7 +30,7 @@ struct WalkArgs {
   Plan plan;
   const __nv_bfloat16* t;  // [HV, total, 64]
   const float *b, *rq, *rk;  // [HV, total], [H, total]
-  __nv_bfloat16* out;  // [total, HV, 128]: o or Z; may be null
+  View<__nv_bfloat16> out;  // [B, T, HV, 128]: o or Z; may be null
   __nv_bfloat16* states;  // tape images [slots, HV, 128, 128]; may be null
   const float* edge_in;  // [N, HV, K, V] or null: initial state, or gradient of the final state
   const float* inner;  // [segments, HV, K, V] of a call that is cut, else null: the states where segments meet
@@ -80,7 +80,8 @@ __device__ __forceinline__ void walk_init(WalkShared& s, int thread) {
 // `kValues`: whether x is loaded.
 template <bool kForward, bool kOutput, bool kScores, bool kValues>
 __device__ __forceinline__ void produce(WalkShared& s, const WalkArgs& args, const Walk& walk, int thread) {
-  const int tokens = args.plan.tokens_per_batch, row_stride = args.v_heads * kHeadDim;
+  const int tokens = args.plan.tokens_per_batch;
+  const int row_stride = kForward ? args.v_heads * kHeadDim : static_cast<int>(args.out.token_stride);
   RingState<kStages> at, landed;
   // Two chunks are on their way at a time: a chunk is announced once the next one's copies have been started. The copies
   // are ordinary writes, so each thread waits for its own and fences before wgmma may read them.
@@ -90,8 +91,10 @@ __device__ __forceinline__ void produce(WalkShared& s, const WalkArgs& args, con
     if (i < walk.chunks || (kOutput && done >= 0)) s.ring.wait_empty(at);
     if (kOutput && done >= 0) {  // what this stage held last has been used, and its output lies in x
       const int chunk = walk.chunk(done, kForward);
-      store_output(smem_addr(stage.x), args.out + int64_t(walk.token(chunk)) * row_stride + walk.v_head * kHeadDim,
-                   row_stride, walk.rows(chunk), thread);
+      const int token = walk.token(chunk);
+      __nv_bfloat16* out = kForward ? args.out.data + int64_t(token) * row_stride + walk.v_head * kHeadDim
+                                    : args.out.row(token, tokens, walk.v_head);
+      store_output(smem_addr(stage.x), out, row_stride, walk.rows(chunk), thread);
     }
     if (i < walk.chunks) {
       const int chunk = walk.chunk(i, kForward), token = walk.token(chunk), rows = walk.rows(chunk);

@@ -31,7 +31,7 @@ inline WalkArgs walk_args(TensorView q, TensorView k, TensorView x, TensorView b
   if (edge_in.has_value()) args.edge_in = dense_f32(edge_in.value(), "initial_state or dht", edge_shape);
   if (inner.has_value()) args.inner = dense_f32(inner.value(), "entering or leaving", {n, v_heads, kHeadDim, kHeadDim});
   if (edge_out.has_value()) args.edge_out = dense_f32(edge_out.value(), "final_state or dh0", edge_shape);
-  if (out.has_value()) args.out = dense_bf16(out.value(), "o or y", {batch, tokens, v_heads, kHeadDim});
+  if (out.has_value()) args.out = writable_rows(out.value(), "o or y", {batch, tokens, v_heads, kHeadDim});
   if (states.has_value()) args.states = tape_images(states.value(), "states", v_heads, chunk_capacity);
   args.v_heads = static_cast<int>(v_heads);
   args.group = static_cast<int>(v_heads / heads);
