@@ -34,11 +34,15 @@ def emulate(emulator, monkeypatch):
     """`emulate(backend)`: an op's module `_cuda` with the emulator's libraries, scheduled by its `seed` for
     `multiprocessors`."""
 
+    loaded = {}
+
     def patched(backend):
         csrc = Path(backend.__file__).parent / "csrc"
 
         def library(name, folder=csrc):
-            found = emulator.load(folder, name)
+            found = loaded.get((folder, name))
+            if found is None:
+                found = loaded[folder, name] = emulator.load(folder, name)
             found.schedule(backend.seed, backend.multiprocessors)
             return found
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from cake.core import config, workspace
 from cake.core.calls import Memo
 from cake.core.testing import assert_bitwise_equal, poisoned_empty
 
@@ -18,11 +19,12 @@ class Op:
     """A call of an op, its kernels run by the emulator."""
 
     def __init__(self, name: str, monkeypatch: Any, emulate: Any) -> None:
+        self.name = name
         self.api = __import__(f"cake.{name}.api", fromlist=["api"])
         self.autograd = __import__(f"cake.{name}._autograd", fromlist=["_autograd"])
         stages = __import__(f"cake.{name}._stages", fromlist=["_stages"])
-        emulate(__import__(f"cake.{name}._cuda", fromlist=["_cuda"]))
-        monkeypatch.setattr(stages, "backend_name", lambda device: "cuda")
+        self.cuda = emulate(__import__(f"cake.{name}._cuda", fromlist=["_cuda"]))
+        monkeypatch.setattr(stages, "backend_name", lambda *asked: "cuda")
         monkeypatch.setattr(self.api, "_calls", Memo())
         self.call = self.api.chunk_gated_delta_rule if name == "gdn" else self.api.chunk_kda
         random = torch.Generator().manual_seed(0)
@@ -41,14 +43,27 @@ class Op:
         }
         self.do, self.dht = normal(1, 199, 2, 128).bfloat16(), normal(4, 2, 128, 128)
 
-    def results(self, *, final: bool = True, **arguments: Any) -> dict[str, torch.Tensor]:
-        """o, the final state and all gradients of one call."""
-        given = {name: x.clone().requires_grad_() for name, x in self.inputs.items()}
+    def results(self, *, final: bool = True, wanted: Any = None, **arguments: Any) -> dict[str, torch.Tensor]:
+        """o, the final state and the gradients of one call."""
+        given = {name: x.clone() for name, x in self.inputs.items()}
+        leaves = {name: x.requires_grad_() for name, x in given.items() if wanted is None or name in wanted}
         arguments = {"cu_seqlens_cpu": BOUNDS, "use_qk_l2norm_in_kernel": True, **arguments}
         o, ht = self.call(**given, output_final_state=final, **arguments)
-        wanted = [o, ht] if final else [o]
-        grads = torch.autograd.grad(wanted, list(given.values()), [self.do, self.dht][: len(wanted)])
-        return {"o": o, **({"ht": ht} if final else {}), **dict(zip(given, grads, strict=True))}
+        # A gradient may come with any strides.
+        dht = self.dht.mT.contiguous().mT
+        outputs = ([o, ht], [self.do, dht]) if final else ([o], [self.do])
+        grads = torch.autograd.grad(outputs[0], list(leaves.values()), outputs[1])
+        return {"o": o, **({"ht": ht} if final else {}), **dict(zip(leaves, grads, strict=True))}
+
+
+class Other:
+    """A library like another one."""
+
+    def __init__(self, library: Any) -> None:
+        self.library = library
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.library, name)
 
 
 def assert_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -57,7 +72,7 @@ def assert_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor])
         assert_bitwise_equal(name, got[name], x)
 
 
-@pytest.fixture(params=["gdn"])
+@pytest.fixture(params=["gdn", "kda"])
 def op(request: Any, monkeypatch: Any, emulate: Any) -> Op:
     return Op(request.param, monkeypatch, emulate)
 
@@ -74,11 +89,85 @@ def one_by_one(op: Op, monkeypatch: Any) -> Any:
     return results
 
 
-@pytest.mark.parametrize("recompute", [False, True], ids=["save", "recompute"])
 @pytest.mark.parametrize("segments", [1, 2])
+@pytest.mark.parametrize("recompute", [False, True], ids=["save", "recompute"])
 def test_played_and_one_by_one(op: Op, one_by_one: Any, recompute: bool, segments: int) -> None:
     arguments = {"recompute_state": recompute, "segments": segments}
     expected = one_by_one(**arguments)
     with poisoned_empty():
         for _ in range(2):  # recorded, and played again
             assert_same(op.results(**arguments), expected)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"final": False},
+        {"final": False, "wanted": ("q", "beta")},
+        {"wanted": ("initial_state",)},
+        {"state_v_first": True},
+    ],
+    ids=["no final state", "two gradients", "the state's alone", "states transposed"],
+)
+def test_parts(op: Op, one_by_one: Any, arguments: dict[str, Any]) -> None:
+    expected = one_by_one(**arguments)
+    with poisoned_empty():
+        assert_same(op.results(**arguments), expected)
+        assert_same(op.results(**arguments), expected)
+
+
+@pytest.mark.parametrize("op", ["kda"], indirect=True)
+@pytest.mark.parametrize("keep", [{}, {"disable_recompute": True}, {"recompute_state": True}], ids=str)
+def test_a_gate_and_every_tape(op: Op, one_by_one: Any, keep: dict[str, bool]) -> None:
+    # Parameters may be strided views.
+    op.inputs["A_log"] = torch.tensor([[0.5, 7.0], [-0.5, 7.0]])[:, 0]
+    op.inputs["dt_bias"] = torch.linspace(-1, 1, 256).view(128, 2).mT
+    arguments = {"use_gate_in_kernel": True, "segments": 2, **keep}
+    expected = one_by_one(**arguments)
+    with poisoned_empty():
+        assert_same(op.results(**arguments), expected)
+        assert_same(op.results(**arguments), expected)
+
+
+def test_without_a_gradient(op: Op, one_by_one: Any) -> None:
+    expected = one_by_one()["o"]
+    with torch.no_grad(), poisoned_empty():
+        for _ in range(2):
+            o, _ = op.call(**op.inputs, cu_seqlens_cpu=BOUNDS, use_qk_l2norm_in_kernel=True)
+            assert_bitwise_equal("o", o, expected)
+
+
+def test_scratch_comes_from_the_workspace(op: Op, one_by_one: Any) -> None:
+    expected = one_by_one()
+    with config.temporary(cake_workspace_pool_bytes=1 << 30):
+        hits = workspace.stats().hits
+        for _ in range(2):
+            with poisoned_empty():
+                assert_same(op.results(), expected)
+        assert workspace.stats().hits > hits
+        assert workspace.release() > 0
+
+
+def test_another_library_records_again(op: Op, monkeypatch: Any) -> None:
+    op.results()
+    (call,) = op.api._calls._made.values()
+    before = dict(call.recordings)
+    op.results()
+    assert call.recordings == before
+    # As after `hooks.release()`.
+    monkeypatch.setattr(op.cuda, "library", lambda: Other(op.cuda._library(f"{op.name}_prep")))
+    op.results()
+    assert len(before) == len(call.recordings) == 2
+    assert all(call.recordings[key] is not found for key, found in before.items())
+
+
+def test_a_tape_that_came_back_otherwise_is_refused_before_a_launch(op: Op) -> None:
+    def forward(spoil: Any) -> torch.Tensor:
+        inputs = {name: x.clone().requires_grad_() for name, x in op.inputs.items()}
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, spoil):
+            return op.call(**inputs, cu_seqlens_cpu=BOUNDS)[0]
+
+    forward(lambda x: x).backward(op.do)
+    for spoil in (lambda x: x[:-1] if x.dtype is torch.uint8 else x, lambda x: x.double()):
+        with pytest.raises(RuntimeError, match=r"the backward's saved \w+ must be"):
+            forward(spoil).backward(op.do)

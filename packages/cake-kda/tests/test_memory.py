@@ -11,13 +11,14 @@ from cake.kda import chunk_kda
 
 
 def kept_bytes(case: Any, **arguments: Any) -> int:
-    """Bytes that a forward saves for its backward besides its inputs."""
+    """Bytes that a forward saves for its backward besides its inputs, tables of a GPU's kernels left out."""
     inputs = {name: x.detach().requires_grad_() for name, x in case.tensors().items()}
     given = {x.untyped_storage().data_ptr() for x in inputs.values()}
     kept: dict[int, int] = {}
 
     def pack(x: torch.Tensor) -> torch.Tensor:
-        if x.untyped_storage().data_ptr() not in given:
+        table = x.device.type == "cuda" and x.dtype == torch.int32 and x.dim() == 1
+        if x.untyped_storage().data_ptr() not in given and not table:
             kept[x.untyped_storage().data_ptr()] = x.numel() * x.element_size()
         return x
 

@@ -7,7 +7,8 @@ every call with the same metadata plays: it allocates the results, one tensor fo
 (the *tape*) and one for everything else (the *scratch*), and hands them to the kernels in one go.
 
 What a stage does may depend on shapes, dtypes and the options of its call, never on a tensor's address or
-values, and it may ask nothing else of a tensor. The C++ side is an op's own (`recording_host.cuh`).
+values, and it may ask nothing else of a tensor but to be contiguous. The C++ side is an op's own
+(`recording_host.cuh`).
 """
 
 from __future__ import annotations
@@ -62,12 +63,18 @@ class StandIn:
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
         self.shape, self.dtype, self.device = tuple(shape), dtype, device
+        self.dense = False
         #: ("argument", index) or ("view", index), once that is known.
         self.place: tuple[str, int] | None = None
 
     @property
     def extents(self) -> Extents:
         return Extents(self.shape, self.dtype)
+
+    def contiguous(self) -> StandIn:
+        """Itself: what stands in its place will be."""
+        self.dense = True
+        return self
 
 
 class _Recorder:
@@ -132,6 +139,7 @@ class Recording:
     results: of each result an empty tensor of its dtype and its shape, or None where there is none. Asking a
         tensor for new memory takes half the time of `torch.empty`.
     bytes_like: an empty tensor of bytes.
+    dense: which of the given tensors the stages want to be contiguous.
     tape: pieces of the tape, as the stages numbered them; None in place of what isn't there.
     tape_bytes, scratch_bytes: None where there is none of it.
     """
@@ -142,6 +150,7 @@ class Recording:
     device: torch.device
     results: tuple[tuple[torch.Tensor, tuple[int, ...]] | None, ...]
     bytes_like: torch.Tensor
+    dense: tuple[int, ...]
     tape: tuple[Piece | None, ...]
     tape_bytes: int | None
     scratch_bytes: int | None
@@ -158,6 +167,8 @@ class Recording:
             RuntimeError: a tensor of another shape, dtype or device, before any launch; or a failed launch.
             ValueError: a stride or an address that a kernel can't load.
         """
+        if self.dense:
+            given = tuple([x.contiguous() if i in self.dense else x for i, x in enumerate(given)])
         made = [x if x is None else x[0].new_empty(x[1]) for x in self.results]
         bytes_like, tape, scratch = self.bytes_like, None, None
         if self.tape_bytes is not None:
@@ -250,6 +261,7 @@ def record(
             None if x is None else (torch.empty(0, dtype=x.dtype, device=device), x.shape) for x in results
         ),
         bytes_like=torch.empty(0, dtype=torch.uint8, device=device),
+        dense=tuple(i for i, x in enumerate(stands) if x is not None and x.dense),
         tape=tuple(None if x is None else Piece(at[id(x)], x.extents) for x in keep),
         tape_bytes=tape_bytes if tape else None,
         scratch_bytes=scratch_bytes if rest else None,

@@ -184,13 +184,10 @@ def backward(
     if not call.seqs.total:
         return _empty_gradients(q, k, v, dht, made, call.seqs)
     do = v.new_zeros(v.shape) if do is None else loadable(do)
-    dht = None if dht is None else dht.contiguous()
     stages = _stages.stages(call.route.backend)
     with running_on(made.device):
         if call.route.recompute_state:
             g, initial_state = tape
-            if initial_state is not None:
-                initial_state = initial_state.contiguous()
             walk = _walk_again(stages, q, k, v, beta, g.float(), initial_state, call)
         else:
             walk = Walk(Prep(*tape[:5]), tape[5], tuple(tape[6:]))
@@ -213,8 +210,6 @@ def _play_forward(
     stages, device = _stages.stages(call.route.backend), v.device
     if g.dtype is not FP32:
         g = g.float()
-    if initial_state is not None:
-        initial_state = initial_state.contiguous()
     library, plan = stages.library(), stages.tables(call.segments or call.seqs, device)
     recording = call.recordings.get(save_states)
     if recording is None or recording.source is not library:
@@ -260,12 +255,10 @@ def _play_backward(
     """`backward` of a recording, from the tape of `_play_forward`."""
     stages, device = _stages.stages(call.route.backend), made.device
     do = v.new_zeros(v.shape) if do is None else loadable(do)
-    dht = None if dht is None else dht.contiguous()
     library, again = stages.library(), call.route.recompute_state
     given: tuple[Any, ...]
     if again:
         g, initial_state = tape
-        initial_state = None if initial_state is None else initial_state.contiguous()
         plan = stages.tables(call.segments or call.seqs, device)
         given = q, k, v, beta, do, dht, plan, g.float(), initial_state
     else:
@@ -331,8 +324,6 @@ def _forward(
         return v.new_empty(v.shape), final_state, None
     stages = _stages.stages(call.route.backend)
     with running_on(v.device):
-        if initial_state is not None:
-            initial_state = initial_state.contiguous()
         return _walk(
             stages,
             q,
@@ -362,6 +353,8 @@ def _walk(
     cut, seqs = call.segments, call.segments or call.seqs
     maps: tuple[torch.Tensor, ...] = ()
     states_in = {}
+    if initial_state is not None:
+        initial_state = initial_state.contiguous()
     prep = stages.prep(q, k, g, beta, seqs, l2norm=call.l2norm)
     if cut is not None:
         states_in["entering"], *kept = _segments.entering(
@@ -412,6 +405,8 @@ def _backward(
 ) -> tuple[torch.Tensor | None, ...]:
     cut, prep, states_in = call.segments, walk.prep, {}
     seqs = cut or call.seqs
+    if dht is not None:
+        dht = dht.contiguous()
     if cut is not None:
         states_in["leaving"] = _segments.leaving(
             stages, q, k, do, beta, prep, cut, walk.maps, dht, call.scale, call.least

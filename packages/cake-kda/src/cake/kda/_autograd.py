@@ -4,20 +4,24 @@ Every forward saves its inputs. The tape "states" adds the states before each ch
 `prep` again, whose results are twice as large. "all" adds those too. With "inputs" the backward runs `prep`
 and `scan` again. A call that is cut keeps the maps of its segments with the states. The bits are the same by
 construction.
+
+`forward` and `backward` run the stages one by one. On a GPU a call outside of a tracer plays what they
+recorded for the first one like it (`cake.core.recording`), and what a tape adds is one tensor.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
-from cake.core.calls import Planned
+from cake.core.calls import Planned, differentiated_once
 from cake.core.checks import check_saved, saved_as
 from cake.core.launch import loadable, running_on
+from cake.core.recording import Recording, record
 from cake.core.segments import LEAST, Segments
 from cake.core.sequences import Sequences
 from cake.kda import _route, _stages
@@ -42,7 +46,10 @@ class Tensors(NamedTuple):
     bias: torch.Tensor | None
 
     def gate(self, call: Call) -> Gate | None:
-        return Gate(self.a_log, self.bias, call.lower_bound) if call.use_gate else None
+        if not call.use_gate:
+            return None
+        a_log, bias = (None if x is None else x.contiguous() for x in (self.a_log, self.bias))
+        return Gate(a_log, bias, call.lower_bound)
 
     def state_shape(self, seqs: Sequences) -> tuple[int, ...]:
         return seqs.n, self.v.shape[2], self.q.shape[3], self.v.shape[3]
@@ -66,6 +73,13 @@ class Call(Planned):
     differentiable: bool
     # What is walked in place of whole sequences, if the call is cut.
     segments: Segments | None = None
+    # Of all calls like this one.
+    recordings: dict[Any, Recording] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @property
+    def played(self) -> bool:
+        """Whether kernels run it."""
+        return self.route.backend == "cuda" and self.seqs.total > 0
 
     @property
     def least(self) -> float | None:
@@ -92,6 +106,8 @@ def run(tensors: Tensors, call: Call) -> tuple[torch.Tensor, torch.Tensor | None
     if call.differentiable:
         apply: Any = _KimiDeltaAttention.apply
         o, final_state = apply(*tensors, call)
+    elif call.played:
+        o, final_state, _ = _play_forward(tensors, call, "inputs")
     else:
         o, final_state, _ = forward(tensors, call, save_states=False)
     return o, final_state
@@ -103,8 +119,16 @@ class _KimiDeltaAttention(torch.autograd.Function):
         *inputs, call = arguments
         tensors = Tensors(*inputs)
         ctx.set_materialize_grads(False)
-        ctx.call = call
+        ctx.call, ctx.has_state = call, tensors.initial_state is not None
         tape = call.route.tape
+        if call.played:
+            o, final_state, kept = _play_forward(tensors, call, tape)
+            if tape != "inputs":
+                tensors = tensors._replace(initial_state=None)
+            ctx.save_for_backward(*tensors, call.seqs.cu_device, *kept)
+            # A recording checks what it is given, but not before it has made tables.
+            ctx.saved_as = None if kept else saved_as((*tensors, call.seqs.cu_device))
+            return o, final_state
         o, final_state, walk = forward(tensors, call, save_states=tape != "inputs")
         # Boundaries on the device are saved too: refilled in place before the backward, they raise there.
         saved: dict[str, torch.Tensor | None] = dict(zip(_INPUTS, tensors, strict=True))
@@ -119,32 +143,119 @@ class _KimiDeltaAttention(torch.autograd.Function):
                 saved |= walk.prep._asdict()
         ctx.names = tuple(saved)
         ctx.saved_as = saved_as(saved.values())
-        ctx.has_state = tensors.initial_state is not None
         ctx.save_for_backward(*saved.values())
         return o, final_state
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once
     def backward(
         ctx: Any, do: torch.Tensor | None, dht: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         call: Call = ctx.call
         if do is None and dht is None:
             return (None,) * (len(_INPUTS) + 1)
-        saved = dict(zip(ctx.names, ctx.saved_tensors, strict=True))
-        if saved_as(saved.values()) != ctx.saved_as:
-            for (name, x), made in zip(saved.items(), ctx.saved_as, strict=True):
-                if made is not None:
-                    check_saved(name, x, *made)
+        wanted, every = ctx.needs_input_grad, ctx.saved_tensors  # asked once: a checkpoint unpacks each time
+        if call.played:
+            *inputs, boundaries = every[: len(_INPUTS) + 1]
+            kept = every[len(_INPUTS) + 1 :]
+            if ctx.saved_as is not None:
+                _check_saved((*_INPUTS, "cu_seqlens"), (*inputs, boundaries), ctx.saved_as)
+            call = call.at(boundaries)
+            return *_play_backward(Tensors(*inputs), kept, do, dht, call, wanted, ctx.has_state), None
+        saved = dict(zip(ctx.names, every, strict=True))
+        _check_saved(ctx.names, every, ctx.saved_as)
         tensors = Tensors(*[saved[name] for name in _INPUTS])
         call = call.at(saved["cu_seqlens"])
         prep = None
         if "t" in saved:
             prep = Prep(**{name: saved[name] for name in Prep._fields})
         maps = tuple(saved[name] for name in _MAPS if name in saved)
-        wanted, states = ctx.needs_input_grad, saved.get("states")
+        states = saved.get("states")
         grads = backward(tensors, prep, states, maps, do, dht, call.seqs, call, wanted, ctx.has_state)
-        return (*(x if need else None for x, need in zip(grads, wanted, strict=False)), None)
+        return (*grads, None)
+
+
+def _check_saved(names: Sequence[str], saved: Sequence[torch.Tensor | None], made: list[Any]) -> None:
+    if saved_as(saved) == made:
+        return
+    for name, x, extents in zip(names, saved, made, strict=True):
+        if x is not None and extents is not None:
+            check_saved(name, x, *extents)
+
+
+def _play_forward(
+    x: Tensors, call: Call, tape: str
+) -> tuple[Any, torch.Tensor | None, tuple[torch.Tensor, ...]]:
+    """`forward` of a recording. What is kept beside inputs: what the tape adds, in one tensor, and tables."""
+    stages, seqs = _stages.stages(call.route.backend), call.seqs
+    library, plan = stages.library(), stages.tables(call.segments or seqs, x.v.device)
+    recording = call.recordings.get(tape)
+    if recording is None or recording.source is not library:
+
+        def run(*given: Any) -> tuple[Sequence[Any], Sequence[Any]]:
+            x = Tensors(*given[:-1])
+            prep, save = _prepare(stages, x, call, seqs), tape != "inputs"
+            final = call.output_final_state
+            o, final_state, walk = _walk(
+                stages, x, prep, seqs, call, output_final_state=final, save_states=save
+            )
+            kept = (walk.states, *walk.maps) if save else ()
+            return (o, final_state), (*kept, *prep[:-1]) if tape == "all" else kept
+
+        given = dict(zip((*_INPUTS, "plan"), (*x, plan), strict=True))
+        recording = record(library, "kda", "forward", x.v.device, given, run)
+        call.recordings[tape] = recording
+    (o, final_state), made = recording.play(*x, plan)
+    return o, final_state, () if made is None else (made, plan)
+
+
+def _play_backward(
+    x: Tensors,
+    kept: Sequence[torch.Tensor],
+    do: torch.Tensor | None,
+    dht: torch.Tensor | None,
+    call: Call,
+    wanted: tuple[bool, ...],
+    has_state: bool,
+) -> Sequence[torch.Tensor | None]:
+    """`backward` of a recording, from what `_play_forward` kept."""
+    stages, seqs, device = _stages.stages(call.route.backend), call.seqs, x.v.device
+    do = x.v.new_zeros(x.v.shape) if do is None else loadable(do)
+    library, tape_of = stages.library(), None
+    given: tuple[Any, ...]
+    if kept:
+        tape, plan = kept
+        given, tape_of = (*x, do, dht, plan, tape), call.recordings[call.route.tape]
+    else:
+        given = (*x, do, dht, stages.tables(call.segments or seqs, device))
+    key = wanted, dht is None
+    recording = call.recordings.get(key)
+    if recording is None or recording.source is not library:
+
+        def run(*given: Any) -> tuple[Sequence[Any], Sequence[Any]]:
+            x, (do, dht, _, *tape) = Tensors(*given[: len(_INPUTS)]), given[len(_INPUTS) :]
+            states, *rest = tape[0] if tape else (None,)
+            maps = tuple(rest[: len(_MAPS) if call.segments is not None else 0])
+            made = None
+            if call.route.tape == "all":
+                made = Prep._make((*rest[len(maps) :], given[len(_INPUTS) + 2]))
+            walk = _walk_of(stages, x, made, states, maps, seqs, call)
+            return _backward(stages, x, do, dht, walk, seqs, call, wanted, has_state), ()
+
+        names = (*_INPUTS, "do", "dht", "plan", "tape")[: len(given)]
+        recording = record(
+            library,
+            "kda",
+            "backward",
+            device,
+            dict(zip(names, given, strict=True)),
+            run,
+            tape_of=tape_of,
+            whose="the backward's saved ",
+        )
+        call.recordings[key] = recording
+    grads, _ = recording.play(*given)
+    return _in_dtypes(grads, x)
 
 
 def forward(
@@ -189,18 +300,30 @@ def backward(
     if not seqs.total:
         return _empty_gradients(x, dht, seqs)
     do = x.v.new_zeros(x.v.shape) if do is None else loadable(do)
-    dht = None if dht is None else dht.contiguous()
     stages = _stages.stages(call.route.backend)
     with running_on(x.v.device):
-        prep = _prepare(stages, x, call, seqs) if prep is None else prep
-        if states is None:
-            _, _, walk = _walk(stages, x, prep, seqs, call, save_states=True, need_output=False)
-        else:
-            if call.segments is not None and not maps:
-                _, *made = maps_of(stages, x, prep, call.segments, call)
-                maps = tuple(made)
-            walk = Walk(prep, states, maps)
-        return _backward(stages, x, do, dht, walk, seqs, call, wanted, has_state)
+        walk = _walk_of(stages, x, prep, states, maps, seqs, call)
+        grads = _backward(stages, x, do, dht, walk, seqs, call, wanted, has_state)
+    return tuple(_in_dtypes(grads, x))
+
+
+def _walk_of(
+    stages: ModuleType,
+    x: Tensors,
+    prep: Prep | None,
+    states: torch.Tensor | None,
+    maps: tuple[torch.Tensor, ...],
+    seqs: Sequences,
+    call: Call,
+) -> Walk:
+    """The walk of a forward from what is left of it."""
+    prep = _prepare(stages, x, call, seqs) if prep is None else prep
+    if states is None:
+        return _walk(stages, x, prep, seqs, call, save_states=True, need_output=False)[2]
+    if call.segments is not None and not maps:
+        _, *made = maps_of(stages, x, prep, call.segments, call)
+        maps = tuple(made)
+    return Walk(prep, states, maps)
 
 
 def _prepare(stages: ModuleType, x: Tensors, call: Call, seqs: Sequences) -> Prep:
@@ -251,8 +374,11 @@ def _backward(
     call: Call,
     wanted: tuple[bool, ...],
     has_state: bool,
-) -> tuple[torch.Tensor | None, ...]:
+) -> Sequence[torch.Tensor | None]:
+    """Gradients of the inputs that are wanted, those of beta and of the gate's parameters in fp32."""
     cut, prep, leaving = call.segments, walk.prep, {}
+    if dht is not None:
+        dht = dht.contiguous()
     if cut is not None:
         m, live = walk.maps
         b = stages.adj_transfer(do, x.beta, prep, cut, live, dht=dht, least=call.least)
@@ -280,12 +406,16 @@ def _backward(
     )
     da_log, dbias = None, None
     if wanted[6] or wanted[7]:
-        sums = stages.reduce(partials)
-        da_log, dbias = (
-            None if given is None else total.to(given.dtype)
-            for given, total in zip((x.a_log, x.bias), sums, strict=True)
-        )
-    return dq, dk, dv, dg, dbeta.to(x.beta.dtype), dh0, da_log, dbias
+        da_log, dbias = stages.reduce(partials)
+    grads = (dq, dk, dv, dg, dbeta, dh0, da_log, dbias)
+    return [grad if need else None for grad, need in zip(grads, wanted, strict=False)]
+
+
+def _in_dtypes(grads: Sequence[torch.Tensor | None], x: Tensors) -> list[torch.Tensor | None]:
+    return [
+        grad if grad is None or given is None or grad.dtype is given.dtype else grad.to(given.dtype)
+        for grad, given in zip(grads, x, strict=True)
+    ]
 
 
 def _empty_gradients(

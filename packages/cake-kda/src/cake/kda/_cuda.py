@@ -1,8 +1,10 @@
 """The stages on sm_90a: what each kernel is given, and where its results live. The interface: `_stages`.
 
 Nothing is read back from the device and every launch goes to the current stream, so all of it can be captured
-into a CUDA graph. `Prep` and the tapes hold images of swizzled tiles, one for each chunk and v head:
-`logical_states` and `logical_prep` show them as the twins do.
+into a CUDA graph. Memory and launches go through `cake.core.recording`, so that a call plays what an earlier
+one with the same metadata recorded: a stage asks a tensor for its shape, dtype and device alone. `Prep` and
+the tapes hold images of swizzled tiles, one for each chunk and v head: `logical_states` and `logical_prep`
+show them as the twins do.
 """
 
 from __future__ import annotations
@@ -13,8 +15,9 @@ from typing import Any
 
 import torch
 
-from cake.core import loader, state_chain, workspace
+from cake.core import loader, state_chain
 from cake.core.launch import stream_of
+from cake.core.recording import empty, launch, scratch
 from cake.core.segments import Segments
 from cake.core.sequences import CHUNK, Sequences
 from cake.core.tables import plan_tables
@@ -41,21 +44,21 @@ def prep(
     heads, v_heads, total, device = q.shape[2], g.shape[2], seqs.total, q.device
     rows = (seqs.chunk_capacity, v_heads, CHUNK, HEAD_DIM)
     squares = (seqs.chunk_capacity, v_heads, CHUNK, CHUNK)
-    stream, library = stream_of(device), _library("kda_prep")
     made = Prep(
         qg=_take("qg", rows, device),
         kg=_take("kg", rows, device),
         kr=_take("kr", rows, device),
         p=_take("p", squares, device),
         t=_take("t", squares, device),
-        last=torch.empty((seqs.chunk_capacity, v_heads, HEAD_DIM), dtype=torch.float32, device=device),
-        rq=torch.empty((heads, total), dtype=torch.float32, device=device),
-        rk=torch.empty((heads, total), dtype=torch.float32, device=device),
+        last=empty((seqs.chunk_capacity, v_heads, HEAD_DIM), torch.float32, device),
+        rq=empty((heads, total), torch.float32, device),
+        rk=empty((heads, total), torch.float32, device),
         plan=tables(seqs, device),
     )
-    library.kda_prep(
+    launch(
+        _library("kda_prep"), "kda_prep", device,
         q, k, g, *_gate(gate), beta, made.plan, seqs.n, seqs.chunk_capacity,
-        made.qg, made.kg, made.kr, made.p, made.t, made.last, made.rq, made.rk, scale, l2norm, stream,
+        made.qg, made.kg, made.kr, made.p, made.t, made.last, made.rq, made.rk, scale, l2norm,
     )  # fmt: skip
     return made
 
@@ -74,13 +77,14 @@ def scan(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """The serial forward; see `_stages`."""
     edge = initial_state is not None or entering is not None
-    o = torch.empty(v.shape, dtype=v.dtype, device=v.device) if need_output else None
+    o = empty(v.shape, v.dtype, v.device) if need_output else None
     final_state = _states(_sequences(seqs), v) if output_final_state else None
     states = _tape("states", seqs, v, edge) if save_states else None
-    _library("kda_scan").kda_scan(
+    launch(
+        _library("kda_scan"), "kda_scan", v.device,
         v, beta, prep.plan, seqs.n, _sequences(seqs), seqs.chunk_capacity,
         prep.qg, prep.kg, prep.kr, prep.p, prep.t, prep.last,
-        initial_state, entering, o, final_state, states, edge, stream_of(v.device),
+        initial_state, entering, o, final_state, states, edge,
     )  # fmt: skip
     return o, final_state, states
 
@@ -97,13 +101,14 @@ def adj(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """The serial adjoint; see `_stages`."""
     edge = dht is not None or leaving is not None
-    y = torch.empty(do.shape, dtype=do.dtype, device=do.device)
+    y = empty(do.shape, do.dtype, do.device)
     adj_states = _tape("adj_states", seqs, do, edge)
     dh0 = _states(_sequences(seqs), do) if need_dh0 else None
-    _library("kda_adj").kda_adj(
+    launch(
+        _library("kda_adj"), "kda_adj", do.device,
         do, beta, prep.plan, seqs.n, _sequences(seqs), seqs.chunk_capacity,
         prep.qg, prep.kg, prep.kr, prep.p, prep.t, prep.last,
-        dht, leaving, y, dh0, adj_states, edge, stream_of(do.device),
+        dht, leaving, y, dh0, adj_states, edge,
     )  # fmt: skip
     return y, adj_states, dh0
 
@@ -119,11 +124,12 @@ def transfer(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The maps of segments; see `_stages`."""
     b, m = (_states(seqs.n, v) for _ in range(2))
-    live = torch.empty((seqs.n, v.shape[2]), dtype=torch.int32, device=v.device)
-    _library("kda_transfer").kda_transfer(
+    live = empty((seqs.n, v.shape[2]), torch.int32, v.device)
+    launch(
+        _library("kda_transfer"), "kda_transfer", v.device,
         v, beta, prep.plan, seqs.n, _sequences(seqs), seqs.chunk_capacity,
         prep.qg, prep.kg, prep.kr, prep.p, prep.t, prep.last,
-        initial_state, b, m, live, least, stream_of(v.device),
+        initial_state, b, m, live, least,
     )  # fmt: skip
     return b, m, live
 
@@ -140,10 +146,11 @@ def adj_transfer(
 ) -> torch.Tensor:
     """The adjoint maps' B; see `_stages`."""
     b = _states(seqs.n, do)
-    _library("kda_transfer").kda_adj_transfer(
+    launch(
+        _library("kda_transfer"), "kda_adj_transfer", do.device,
         do, beta, prep.plan, seqs.n, _sequences(seqs), seqs.chunk_capacity,
         prep.qg, prep.kg, prep.kr, prep.p, prep.t, prep.last,
-        dht, b, live, least, stream_of(do.device),
+        dht, b, live, least,
     )  # fmt: skip
     return b
 
@@ -193,16 +200,17 @@ def out(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """The parallel rest of the backward; see `_stages`. dv takes over y's storage."""
     device = q.device
-    dq, dk, dg = (torch.empty(x.shape, dtype=x.dtype, device=device) for x in (q, k, g))
-    dbeta = torch.empty(v.shape[:3], dtype=torch.float32, device=device)
+    dq, dk, dg = (empty(x.shape, x.dtype, device) for x in (q, k, g))
+    dbeta = empty(v.shape[:3], torch.float32, device)
     partials = None
     if gate is not None:
         shape = (seqs.chunk_capacity, v.shape[2], 1 + HEAD_DIM)
-        partials = torch.empty(shape, dtype=torch.float32, device=device)
-    _library("kda_out").kda_out(
+        partials = empty(shape, torch.float32, device)
+    launch(
+        _library("kda_out"), "kda_out", device,
         q, k, v, g, *_gate(gate), do, y, beta, prep.plan, seqs.n, seqs.chunk_capacity,
         prep.kg, prep.t, prep.rq, prep.rk, states, adj_states, states_edge, adj_edge,
-        dq, dk, y, dbeta, dg, partials, scale, l2norm, _ctas(device.index), stream_of(device),
+        dq, dk, y, dbeta, dg, partials, scale, l2norm, _ctas(device.index),
     )  # fmt: skip
     return dq, dk, y, dbeta, dg, partials
 
@@ -210,15 +218,20 @@ def out(
 def reduce(partials: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of A_log and of dt_bias; see `_stages`."""
     v_heads, device = partials.shape[1], partials.device
-    da_log = torch.empty(v_heads, dtype=torch.float32, device=device)
-    dbias = torch.empty((v_heads, HEAD_DIM), dtype=torch.float32, device=device)
-    _library("kda_out").kda_reduce(partials, da_log, dbias, stream_of(device))
+    da_log = empty((v_heads,), torch.float32, device)
+    dbias = empty((v_heads, HEAD_DIM), torch.float32, device)
+    launch(_library("kda_out"), "kda_reduce", device, partials, da_log, dbias)
     return da_log, dbias
 
 
 def tables(seqs: Sequences, device: torch.device) -> torch.Tensor:
     """What the kernels read of sequences and chunks, int32."""
     return plan_tables(seqs, device, stream_of(device), _plans)
+
+
+def library() -> Any:
+    """What plays the recordings of a call."""
+    return _library("kda_prep")
 
 
 def logical_states(images: torch.Tensor) -> torch.Tensor:
@@ -278,14 +291,14 @@ def _gate(gate: Gate | None) -> tuple[int, torch.Tensor | None, torch.Tensor | N
     """Kind, A_log, dt_bias and bound as the host entries take them."""
     if gate is None:
         return NO_GATE, None, None, 0.0
-    a_log, bias = (None if x is None else x.contiguous() for x in (gate.a_log, gate.bias))
     if gate.lower_bound is None:
-        return STANDARD, a_log, bias, 0.0
-    return BOUNDED, a_log, bias, gate.lower_bound
+        return STANDARD, gate.a_log, gate.bias, 0.0
+    return BOUNDED, gate.a_log, gate.bias, gate.lower_bound
 
 
 def _take(role: str, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    return workspace.take("kda", role, shape, torch.bfloat16, device)
+    taken: torch.Tensor = scratch("kda", role, shape, torch.bfloat16, device)
+    return taken
 
 
 def _tape(role: str, seqs: Sequences, v: torch.Tensor, edge: bool) -> torch.Tensor:
@@ -293,7 +306,8 @@ def _tape(role: str, seqs: Sequences, v: torch.Tensor, edge: bool) -> torch.Tens
 
 
 def _states(n: int, v: torch.Tensor) -> torch.Tensor:
-    return torch.empty((n, v.shape[2], HEAD_DIM, HEAD_DIM), dtype=torch.float32, device=v.device)
+    states: torch.Tensor = empty((n, v.shape[2], HEAD_DIM, HEAD_DIM), torch.float32, v.device)
+    return states
 
 
 def _sequences(seqs: Sequences) -> int:

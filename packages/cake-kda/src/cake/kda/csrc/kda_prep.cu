@@ -2,6 +2,7 @@
 #include "kda_prep.cuh"
 
 #include "cake/plan_host.cuh"
+#include "cake/recording_host.cuh"
 #include "kda_gate_host.cuh"
 
 namespace cake::kda {
@@ -45,5 +46,6 @@ void kda_prep(TensorView q, TensorView k, TensorView g, int64_t gate_kind, Optio
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(kda_plan, make_plan);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(kda_boundaries, copy_boundaries);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(kda_prep, kda_prep);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(kda_recording, record);
 
 }  // namespace cake::kda

@@ -76,6 +76,27 @@ __device__ __forceinline__ float row_sum(float x) {
   return x;
 }
 
+// All of a token tile's rows of this warp.
+__device__ __forceinline__ void load_frags(uint32_t (&f)[8][4], uint32_t tile, int row0, int lane) {
+#pragma unroll
+  for (int s = 0; s < 8; ++s) ldmatrix(f[s], frag_address<kChunk>(tile, row0, s, lane));
+}
+
+// Row dots of a 64 x 128 accumulator with a fragment: dot[h] for row row0 + lane / 4 + 8 h.
+__device__ __forceinline__ void row_dots(float (&dot)[2], const float (&acc)[64], const uint32_t (&f)[8][4]) {
+  float sum[2][2] = {};
+#pragma unroll
+  for (int i = 0; i < 8; ++i)
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int n = acc_index(i, j);
+      sum[j & 1][0] = fmaf(acc[n], bf16_lo(f[i][j]), sum[j & 1][0]);
+      sum[j & 1][1] = fmaf(acc[n + 1], bf16_hi(f[i][j]), sum[j & 1][1]);
+    }
+  dot[0] = row_sum(sum[0][0] + sum[0][1]);
+  dot[1] = row_sum(sum[1][0] + sum[1][1]);
+}
+
 // Row dots of a 64 x 128 accumulator with a token tile: dot[h] for row row0 + lane / 4 + 8 h.
 __device__ __forceinline__ void row_dots(float (&dot)[2], const float (&acc)[64], uint32_t tile, int row0, int lane) {
   float sum[2][2] = {};

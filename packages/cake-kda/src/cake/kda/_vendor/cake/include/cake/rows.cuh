@@ -32,11 +32,13 @@ __device__ __forceinline__ void normalise(uint32_t tile, const float* r, int thr
   r += thread / 16;
 #pragma unroll 1
   for (int i = 0; i < 2; ++i, tile += 32 * kPanelRowBytes, r += 32) {
-    uint4 x[4];  // loads first: shared memory answers late beside the products
+    uint4 x[4];
+    float by[4];
 #pragma unroll
-    for (int n = 0; n < 4; ++n) x[n] = ld_shared_16(tile + n * 8 * kPanelRowBytes);
+    for (int n = 0; n < 4; ++n) x[n] = ld_shared_16(tile + n * 8 * kPanelRowBytes), by[n] = r[8 * n];
+    __syncwarp();  // shared memory answers late beside products: ptxas would put each load next to its use
 #pragma unroll
-    for (int n = 0; n < 4; ++n) st_shared_16(tile + n * 8 * kPanelRowBytes, scaled(x[n], r[8 * n]));
+    for (int n = 0; n < 4; ++n) st_shared_16(tile + n * 8 * kPanelRowBytes, scaled(x[n], by[n]));
   }
 }
 
@@ -48,9 +50,8 @@ struct Lane {
   __device__ __forceinline__ int column(int block) const { return 8 * block + 2 * (lane & 3); }
 };
 
-// A 64 x 128 result over the tile it was made from, and on to memory. A warp keeps to its own 16 rows.
-__device__ __forceinline__ void store_rows(uint32_t tile, const float (&acc)[64], __nv_bfloat16* out, int row_stride,
-                                           int rows, const Lane& me) {
+// A 64 x 128 result over the tile it was made from. A warp keeps to its own 16 rows.
+__device__ __forceinline__ void stage_rows(uint32_t tile, const float (&acc)[64], const Lane& me) {
   __syncwarp();
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
@@ -60,16 +61,21 @@ __device__ __forceinline__ void store_rows(uint32_t tile, const float (&acc)[64]
     stmatrix(frag_address<kChunk>(tile, me.row0, i, me.lane), f);
   }
   __syncwarp();
+}
+
+// And on to memory.
+__device__ __forceinline__ void send_rows(uint32_t tile, __nv_bfloat16* out, int row_stride, int rows, const Lane& me) {
 #pragma unroll
   for (int first = 0; first < 8; first += 4) {
     uint4 x[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i)
       x[i] = ld_shared_16(tile + group_offset<kChunk>(me.row0 + 2 * (first + i) + (me.lane >> 4), me.lane & 15));
+    __syncwarp();  // as in normalise
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int row = me.row0 + 2 * (first + i) + (me.lane >> 4);
-      if (row < rows) *reinterpret_cast<uint4*>(out + int64_t(row) * row_stride + (me.lane & 15) * 8) = x[i];
+      if (row < rows) st_global_16(out + int64_t(row) * row_stride + (me.lane & 15) * 8, x[i]);
     }
   }
 }
