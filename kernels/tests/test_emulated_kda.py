@@ -10,14 +10,44 @@ import torch
 from torch.nn.functional import softplus
 
 from cake.core import segments, sequences, state_chain
-from cake.core.testing import assert_bitwise_equal, poisoned_empty, relative_error
+from cake.core.testing import (
+    assert_bitwise_equal,
+    fused_views,
+    permuted_view,
+    pitched_view,
+    poisoned_empty,
+    relative_error,
+)
 from cake.kda import _cuda
 from cake.kda import _torch as twins
 from cake.kda._stages import Gate
 
 SCALE = 128**-0.5
 SEEDS = (0, 1, 2, 4)
+ROWS = ("q", "k", "v", "g", "beta", "do")
 GRADS = ("dq", "dk", "dv", "dbeta", "dg", "partials")
+
+
+def beside_each_other(*like):
+    """Memory for results as columns of one tensor, the last one apart: tensors of NaN, and views of them."""
+    nan = [torch.full_like(x, torch.nan) for x in like]
+    whole, views = fused_views(*nan[:-1], torch.full_like(nan[0][..., :2], torch.nan))
+    return [whole], [*views[:-1], pitched_view(nan[-1], 136)]
+
+
+def permuted(order):
+    def views(*like):
+        made = [permuted_view(torch.full_like(x, torch.nan), order[: x.dim()]) for x in like]
+        return made, made
+
+    return views
+
+
+LAYOUTS = {
+    "channels": beside_each_other,
+    "heads first": permuted((0, 2, 1, 3)),
+    "tokens first": permuted((1, 0, 2, 3)),
+}
 
 
 @pytest.fixture
@@ -146,6 +176,37 @@ def test_kernels_are_as_their_twins(kernels, name):
         for key, value in expected.items():
             assert shown[key].shape == value.shape
             assert relative_error(shown[key], value) <= 5e-3, key
+
+
+@pytest.mark.parametrize("batch", [None, 2], ids=["pack", "batch"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_in_rows_of_any_stride(kernels, layout, batch):
+    """The bits of contiguous ones, wherever they lie; and nothing is written beside them."""
+    case = case_of(
+        (70, 3) if batch is None else (140,), (2, 4), gate="bounded", g_dtype=torch.bfloat16, beta=(0.0, 0.5)
+    )
+    if batch is not None:
+        case = in_batches(case, batch)
+    q, k, v, g, beta, do, seqs = (case[name] for name in ("q", "k", "v", "g", "beta", "do", "seqs"))
+    prep, expected = run_all(kernels, **case)
+    wholes, into = LAYOUTS[layout](q, k, v, beta.bfloat16(), g)
+    y, adjoints, _ = kernels.adj(do, beta, prep, seqs, dht=case["dstate"], y=into[2])
+    kernels.out(
+        q, k, v, g, case["gate"], do, y, beta, prep, expected["states"], adjoints, seqs, scale=SCALE,
+        l2norm=True, states_edge=True, adj_edge=True, into=into,
+    )  # fmt: skip
+    for name, x in zip(("dq", "dk", "dv", "dbeta", "dg"), into, strict=True):
+        assert_bitwise_equal(name, x, expected[name].to(x.dtype))
+        x.fill_(torch.nan)
+    assert all(whole.isnan().all() for whole in wholes)
+
+
+def in_batches(case, batch):
+    """A case of one sequence as so many rows, which have its states."""
+    tokens = case["seqs"].total // batch
+    rows = {name: case[name].unflatten(1, (batch, tokens))[0] for name in ROWS}
+    states = {name: case[name].repeat(batch, 1, 1, 1) for name in ("state", "dstate")}
+    return case | rows | states | {"seqs": sequences.batched(batch, tokens)}
 
 
 def test_cuts_on_the_device(kernels):

@@ -98,10 +98,11 @@ def adj(
     dht: torch.Tensor | None = None,
     leaving: torch.Tensor | None = None,
     need_dh0: bool = False,
+    y: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """The serial adjoint; see `_stages`."""
     edge = dht is not None or leaving is not None
-    y = empty(do.shape, do.dtype, do.device)
+    y = empty(do.shape, do.dtype, do.device) if y is None else y
     adj_states = _tape("adj_states", seqs, do, edge)
     dh0 = _states(_sequences(seqs), do) if need_dh0 else None
     launch(
@@ -197,11 +198,15 @@ def out(
     l2norm: bool,
     states_edge: bool,
     adj_edge: bool,
+    into: Sequence[torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """The parallel rest of the backward; see `_stages`. dv takes over y's storage."""
     device = q.device
-    dq, dk, dg = (empty(x.shape, x.dtype, device) for x in (q, k, g))
-    dbeta = empty(v.shape[:3], torch.float32, device)
+    if into is None:
+        dq, dk, dg = (empty(x.shape, x.dtype, device) for x in (q, k, g))
+        dbeta = empty(v.shape[:3], torch.float32, device)
+    else:
+        dq, dk, y, dbeta, dg = into
     partials = None
     if gate is not None:
         shape = (seqs.chunk_capacity, v.shape[2], 1 + HEAD_DIM)
@@ -210,7 +215,7 @@ def out(
         _library("kda_out"), "kda_out", device,
         q, k, v, g, *_gate(gate), do, y, beta, prep.plan, seqs.n, seqs.chunk_capacity,
         prep.kg, prep.t, prep.rq, prep.rk, states, adj_states, states_edge, adj_edge,
-        dq, dk, y, dbeta, dg, partials, scale, l2norm, _ctas(device.index),
+        dq, dk, dbeta, dg, partials, scale, l2norm, _ctas(device.index),
     )  # fmt: skip
     return dq, dk, y, dbeta, dg, partials
 

@@ -38,14 +38,15 @@ them:
 ``out(q, k, v, g, gate, do, y, beta, prep, states, adj_states, seqs, *, scale, l2norm, states_edge, adj_edge,
 into=None) -> (dq, dk, dv, dbeta, dg, partials | None)``
     The parallel rest of the backward; dq, dk, dv bf16, dbeta fp32, dg in g's dtype and with respect to g as
-    it was given. dv may take over y's storage. With a gate, `partials` fp32 [chunks, HV, 129] holds each
+    it was given. dv may take over y's storage. `y` of `adj` and `into` = (dq, dk, dv, dbeta, dg) say where
+    results go: rows of dq, dk, dv and dg like those of inputs, dbeta fp32 or bf16 of any strides. The kernels
+    take dv alone for y. With a gate, `partials` fp32 [chunks, HV, 129] holds each
     chunk's share of the gradients of A_log (column 0) and of dt_bias.
 ``reduce(partials) -> (da_log, dbias)``
     Their sums over chunks in a fixed order, fp32 [HV] and [HV, 128].
 
 Where a backend says `SELECTIONS`, as the torch twins do, `seqs` may also be a selection of the call's
-sequences (`Sequences.select`): the walks and `out` then write its tokens alone, into `o`, `y` and `into` =
-(dq, dk, dv, dbeta, dg), and number their tapes by the selection, and `transfer` and `adj_transfer` find the
+sequences (`Sequences.select`): the walks and `out` then write its tokens alone, into `o`, `y` and `into`, and number their tapes by the selection, and `transfer` and `adj_transfer` find the
 maps of each sequence; `prep` is always the whole call's.
 """
 

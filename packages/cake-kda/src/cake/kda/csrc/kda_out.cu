@@ -11,7 +11,7 @@ namespace cake::kda {
 using namespace cake::host;
 
 // g or a tensor of its kind: [B, T, HV, 128], fp32 or bf16, whose rows can be copied 16 bytes at a time.
-static View<const void> gate_rows(const TensorView& x, const char* name, std::initializer_list<int64_t> shape) {
+static View<void> gate_rows(const TensorView& x, const char* name, std::initializer_list<int64_t> shape) {
   if (!is_float32(x) && !is_bfloat16(x)) TVM_FFI_THROW(TypeError) << name << " must be float32 or bfloat16";
   check_shape(x, name, shape);
   const int64_t most = is_bfloat16(x) ? 8 : 4;
@@ -29,13 +29,13 @@ static auto kernel_of(GateKind kind) {
                                        : out_kernel<GateKind::kBounded, T>;
 }
 
-// `ctas`: how many persistent CTAs share the work; no value depends on it.
+// `y`: what kda_adj left, which becomes dv in place. `ctas`: how many persistent CTAs share the work; no value depends on it.
 void kda_out(TensorView q, TensorView k, TensorView v, TensorView g, int64_t gate_kind, Optional<TensorView> a_log,
              Optional<TensorView> bias, double bound, TensorView grad, TensorView y, TensorView beta, TensorView plan,
              int64_t n, int64_t chunk_capacity, TensorView kg, TensorView t, TensorView rq, TensorView rk,
              TensorView states, TensorView adjoints, bool states_edge, bool adjoints_edge, TensorView dq, TensorView dk,
-             TensorView dv, TensorView dbeta, TensorView dg, Optional<TensorView> partials, double scale, bool l2norm,
-             int64_t ctas, int64_t stream) {
+             TensorView dbeta, TensorView dg, Optional<TensorView> partials, double scale, bool l2norm, int64_t ctas,
+             int64_t stream) {
   DeviceGuard guard(q.device().device_id);
   const int64_t batch = q.size(0), tokens = q.size(1), heads = q.size(2), v_heads = v.size(2), total = batch * tokens;
   OutArgs args{};
@@ -43,7 +43,7 @@ void kda_out(TensorView q, TensorView k, TensorView v, TensorView g, int64_t gat
   args.k = const_rows(k, "k", {batch, tokens, heads, kHeadDim});
   args.v = const_rows(v, "v", {batch, tokens, v_heads, kHeadDim});
   args.grad = const_rows(grad, "do", {batch, tokens, v_heads, kHeadDim});
-  args.g = gate_rows(g, "g", {batch, tokens, v_heads, kHeadDim});
+  args.g = as_const(gate_rows(g, "g", {batch, tokens, v_heads, kHeadDim}));
   args.g_bf16 = is_bfloat16(g);
   args.gate = gate_args(gate_kind, a_log, bias, bound, v_heads);
   args.beta = scalars(beta, "beta", {batch, tokens, v_heads});
@@ -52,16 +52,17 @@ void kda_out(TensorView q, TensorView k, TensorView v, TensorView g, int64_t gat
   args.t = dense_bf16(t, "t", {chunk_capacity, v_heads, kChunk, kChunk});
   args.rq = dense_f32(rq, "rq", {heads, total});
   args.rk = dense_f32(rk, "rk", {heads, total});
-  args.y = dense_bf16(y, "y", {batch, tokens, v_heads, kHeadDim});
   args.states = tape_images(states, "states", v_heads, chunk_capacity);
   args.adjoints = tape_images(adjoints, "adj_states", v_heads, chunk_capacity);
   args.states_edge = states_edge;
   args.adjoints_edge = adjoints_edge;
-  args.dq = dense_bf16(dq, "dq", {batch, tokens, heads, kHeadDim});
-  args.dk = dense_bf16(dk, "dk", {batch, tokens, heads, kHeadDim});
-  args.dv = dense_bf16(dv, "dv", {batch, tokens, v_heads, kHeadDim});
-  args.dbeta = dense_f32(dbeta, "dbeta", {batch, tokens, v_heads});
-  args.dg = dense<void>(dg, "dg", is_bfloat16(dg) == args.g_bf16, {batch, tokens, v_heads, kHeadDim});
+  args.results[kDq] = writable_rows(dq, "dq", {batch, tokens, heads, kHeadDim}).untyped();
+  args.results[kDk] = writable_rows(dk, "dk", {batch, tokens, heads, kHeadDim}).untyped();
+  args.results[kDv] = writable_rows(y, "y", {batch, tokens, v_heads, kHeadDim}).untyped();
+  args.results[kDbeta] = scalar_rows(dbeta, "dbeta", {batch, tokens, v_heads});
+  args.dbeta_bf16 = is_bfloat16(dbeta);
+  if (is_bfloat16(dg) != args.g_bf16) TVM_FFI_THROW(TypeError) << "dg must be of g's dtype";
+  args.results[kDg] = gate_rows(dg, "dg", {batch, tokens, v_heads, kHeadDim});
   if (partials.has_value()) args.partials = dense_f32(*partials, "partials", {chunk_capacity, v_heads, kPartial});
   args.heads = static_cast<int>(heads);
   args.group = static_cast<int>(v_heads / heads);

@@ -132,7 +132,7 @@ __device__ __forceinline__ void unit_dots(float (&dot)[16], const float (&acc)[3
 // dx = r (dx^ - x^ dot) over the warp's channels of the tile, and on to memory. Rows that weren't normalised have r = 1 and a
 // dot of 0.
 __device__ __forceinline__ void store_channels(uint32_t tile, const float (&acc)[32], const float* norm,
-                                               const float* dot, __nv_bfloat16* out, int row_stride, int rows,
+                                               const float* dot, __nv_bfloat16* out, int64_t row_stride, int rows,
                                                const Strip& me) {
 #pragma unroll
   for (int block = 0; block < 4; ++block) {
@@ -148,12 +148,12 @@ __device__ __forceinline__ void store_channels(uint32_t tile, const float (&acc)
   }
   __syncwarp();
   const int row = me.lane >> 1, group = me.channel0 / 8 + (me.lane & 1);
-  out += int64_t(row) * row_stride + group * 8;
+  out += row * row_stride + group * 8;
   tile += group_offset<kChunk>(row, group);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const uint4 x = ld_shared_16(tile + 16 * i * kPanelRowBytes);
-    if (row + 16 * i < rows) st_global_16(out + int64_t(16 * i) * row_stride, x);
+    st_global_16_if(row + 16 * i < rows, out + 16 * i * row_stride, x);
   }
 }
 
@@ -187,7 +187,7 @@ __device__ __forceinline__ void dead_rows(OutShared& s, const OutVectors& vector
 
 // dbeta of dead rows, the totals of q^ . dq^ and k^ . dk^, and the A_log share of this v head, from what the warps left.
 __device__ __forceinline__ void finish_sums(OutShared& s, const OutArgs& args, const OutVectors& vectors,
-                                            const Chunk& chunk, int chunk_index, int v_head, int thread) {
+                                            int chunk_index, int v_head, int thread) {
   const int v_heads = args.heads * args.group, token = thread % kChunk, what = thread / kChunk;
   if (what < 3) {
     if (what == 0 && !(vectors.dead[token >> 5] >> (token & 31) & 1)) return;
@@ -197,7 +197,7 @@ __device__ __forceinline__ void finish_sums(OutShared& s, const OutArgs& args, c
     for (int w = 0; w < 8; ++w) sum += parts[w][token];
     if (what == 1) s.q_dot[token] = args.l2norm ? sum : 0.f;
     else if (what == 2) s.k_dot[token] = args.l2norm ? sum : 0.f;
-    else args.dbeta[int64_t(chunk.token + token) * v_heads + v_head] = vectors.residual[token] + sum;
+    else put_dbeta(args, vectors, token, vectors.residual[token] + sum);
   } else if (token < 32 && args.partials != nullptr) {  // a warp
     float sum = token < 8 ? s.a_log[token] : 0.f;
 #pragma unroll
@@ -289,7 +289,7 @@ __device__ __forceinline__ void out_channels(OutShared& s, const OutArgs& args, 
       gates = GateHead(args, chunk, v_head, me);
       raw = RawGates<T>();
       if (kKind != GateKind::kNone) raw.load(args, gates, 1, me);
-      finish_gates<kKind, T>(s, args, gates, raw, chunk, chunk_index, v_head, me);
+      finish_gates<kKind, T>(s, args, vectors, gates, raw, chunk_index, v_head, me);
       // The next v head's.
       if (const int next = last ? work + gridDim.x : work; next < works) {
         gates =
@@ -307,18 +307,18 @@ __device__ __forceinline__ void out_channels(OutShared& s, const OutArgs& args, 
         }
       }
       bar_sync(kChannelBarrier, 256);
-      finish_sums(s, args, vectors, chunk, chunk_index, v_head, me.thread);
+      finish_sums(s, args, vectors, chunk_index, v_head, me.thread);
       if (last) {
         bar_sync(kChannelBarrier, 256);
         me = Strip(fresh(thread));
-        const int64_t row = (int64_t(chunk.token) * args.heads + head) * kHeadDim;
 #pragma unroll 1
         for (int i = 0; i < 2; ++i) {
           float x[32];
 #pragma unroll
           for (int n = 0; n < 32; ++n) x[n] = i ? sums.k[n] : sums.q[n];
+          const OutResult result = i ? kDk : kDq;
           store_channels(smem_addr(i ? s.k : s.q), x, i ? s.rk : s.rq, i ? s.k_dot : s.q_dot,
-                         (i ? args.dk : args.dq) + row, args.heads * kHeadDim, chunk.rows, me);
+                         args.rows(result, vectors.first[result]), args.results[result].token_stride, chunk.rows, me);
         }
       }
       warp_arrive(s.rows_empty, me.lane);

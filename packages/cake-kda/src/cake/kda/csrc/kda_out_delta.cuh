@@ -81,7 +81,7 @@ __device__ __forceinline__ void store_dead(uint32_t tile, uint32_t y, uint32_t d
 }
 
 __device__ __forceinline__ void out_delta(OutShared& s, const OutArgs& args, int thread) {
-  const int works = args.plan.chunk_count() * args.heads, v_heads = args.heads * args.group;
+  const int works = args.plan.chunk_count() * args.heads;
   const uint32_t delta = smem_addr(s.v);
   constexpr int kPanel = kChunk * kPanelRowBytes;
   int step = 0;
@@ -141,8 +141,7 @@ __device__ __forceinline__ void out_delta(OutShared& s, const OutArgs& args, int
         beta[h] = vectors.beta[row];
         dead[h] = vectors.dead[row >> 5] >> (row & 31) & 1;
         dot[h] = row_sum(dot[h]);
-        if ((me.lane & 3) == 0 && row < chunk.rows && !dead[h])
-          args.dbeta[int64_t(chunk.token + row) * v_heads + work % args.heads * args.group + j] = dot[h] / beta[h];
+        if ((me.lane & 3) == 0 && row < chunk.rows && !dead[h]) put_dbeta(args, vectors, row, dot[h] / beta[h]);
       }
       wgmma_fence();
       gemm_ss<Major::K, kChunk, Major::K, kChunk, 8>(acc, smem_addr(s.grad), delta, false);

@@ -18,7 +18,8 @@ struct GateHead {
       : gate(args.gate, v_head), rows(chunk.rows - me.token(0)) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) bias[h] = args.gate.bias_of(v_head, me.channel(h));
-    place = args.g_index(chunk.token, v_head) + me.token(0) * args.g.token_stride + me.channel(0);
+    place = args.g.place(chunk.token, args.plan.tokens_per_batch, v_head) + me.token(0) * args.g.token_stride +
+            me.channel(0);
   }
 };
 
@@ -129,9 +130,9 @@ __device__ __forceinline__ void raw_gradients(GateSums& sums, float (&d)[4 * kHa
 template <typename T>
 __device__ __forceinline__ void store_gates(const float (&d)[4 * kHalf], const OutArgs& args, int64_t p, int rows,
                                             const Strip& me) {
-  const int64_t stride = int64_t(args.heads) * args.group * kHeadDim;
+  const int64_t stride = args.results[kDg].token_stride;
   const int odd = me.lane >> 2 & 1;
-  T* dg = static_cast<T*>(args.dg);
+  T* dg = static_cast<T*>(args.results[kDg].data);
   if constexpr (sizeof(T) == 2) p += odd * (stride - 1);
 #pragma unroll
   for (int o = 0; o < kHalf; ++o, p = fresh(p + 8 * stride)) {
@@ -154,11 +155,12 @@ __device__ __forceinline__ void store_gates(const float (&d)[4 * kHalf], const O
 // dg of a v head from its db, which lies in the decays' place: the gradient of the log decays is the sum from each token to
 // the chunk's end, then comes the gate's backward. `raw`: of the second half.
 template <GateKind kKind, typename T>
-__device__ __forceinline__ void finish_gates(OutShared& s, const OutArgs& args, const GateHead& head, RawGates<T>& raw,
-                                             const Chunk& chunk, int chunk_index, int v_head, const Strip& me) {
+__device__ __forceinline__ void finish_gates(OutShared& s, const OutArgs& args, const OutVectors& vectors,
+                                             const GateHead& head, RawGates<T>& raw, int chunk_index, int v_head,
+                                             const Strip& me) {
   const int v_heads = args.heads * args.group;
-  const int64_t stride = int64_t(v_heads) * kHeadDim;
-  const int64_t out = (chunk.token + me.token(0)) * stride + v_head * kHeadDim + me.channel(0);
+  const int64_t stride = args.results[kDg].token_stride;
+  const int64_t out = vectors.first[kDg] + me.token(0) * stride + me.channel(0);
   float after[2] = {0.f, 0.f};
   GateSums sums;
 #pragma unroll 1

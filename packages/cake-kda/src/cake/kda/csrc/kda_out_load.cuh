@@ -19,16 +19,21 @@ __device__ __forceinline__ void load_tile(uint32_t tile, const __nv_bfloat16* sr
 
 // A chunk's first row in a view.
 template <typename T>
+__device__ __forceinline__ int64_t place_of(const View<T>& x, int batch, int token, int head) {
+  return batch * x.batch_stride + token * x.token_stride + head * x.head_stride;
+}
+
+template <typename T>
 __device__ __forceinline__ T* first_row(const View<T>& x, int batch, int token, int head) {
-  return x.data + batch * x.batch_stride + token * x.token_stride + head * x.head_stride;
+  return x.data + place_of(x, batch, token, head);
 }
 
 // dv = beta Y.
-__device__ __forceinline__ void value_gradient(uint32_t y, const float* beta, __nv_bfloat16* dv, int row_stride,
+__device__ __forceinline__ void value_gradient(uint32_t y, const float* beta, __nv_bfloat16* dv, int64_t row_stride,
                                                int rows, int thread) {
   int row = thread / 16;
   y += group_offset<kChunk>(row, thread % 16);
-  dv += int64_t(row) * row_stride + thread % 16 * 8;
+  dv += row * row_stride + thread % 16 * 8;
 #pragma unroll 2
   for (int i = 0; i < 8; ++i, row += 8, y += 8 * kPanelRowBytes, dv += 8 * row_stride) {
     if (row >= rows) continue;
@@ -56,7 +61,7 @@ __device__ __forceinline__ void out_produce(OutShared& s, const OutArgs& args, i
     for (int j = 0; j < args.group; ++j, ++step) {
       const int v_head = head * args.group + j, set = step & 1;
       const uint32_t parity = step & 1, set_parity = (step >> 1) & 1;
-      const int64_t first = (int64_t(chunk.token) * v_heads + v_head) * kHeadDim;  // of y and dv
+      const int64_t dv = place_of(args.results[kDv], batch, token, v_head);
       OutVectors& vectors = s.vectors[set];
       float beta = 0.f;
       if (thread < rows) beta = args.beta.at(chunk.token + thread, args.plan.tokens_per_batch, v_head);
@@ -76,7 +81,7 @@ __device__ __forceinline__ void out_produce(OutShared& s, const OutArgs& args, i
       load_tile(smem_addr(s.v), first_row(args.v, batch, token, v_head), args.v.token_stride, rows, thread);
       cp_async_commit();
       mbar_wait(smem_addr(&s.grads_empty), parity ^ 1);
-      load_tile(smem_addr(s.y), args.y + first, v_heads * kHeadDim, rows, thread);
+      load_tile(smem_addr(s.y), args.rows(kDv, dv), args.results[kDv].token_stride, rows, thread);
       load_tile(smem_addr(s.grad), first_row(args.grad, batch, token, v_head), args.grad.token_stride, rows, thread);
       cp_async_commit();
       if (thread < kChunk) {
@@ -84,6 +89,8 @@ __device__ __forceinline__ void out_produce(OutShared& s, const OutArgs& args, i
         const uint32_t dead = __ballot_sync(0xffffffffu, thread < rows && fabsf(beta) < kLeastBeta);
         if (lane == 0) vectors.dead[thread >> 5] = dead;
       }
+      if (thread < kOutResults)
+        vectors.first[thread] = place_of(args.results[thread], batch, token, thread < kDv ? head : v_head);
       mbar_wait(smem_addr(&s.r_empty), parity ^ 1);
       load_state(smem_addr(s.r), s.r_full, args.adjoints, r_slot, v_heads, v_head, thread);
       cp_async_wait<1>();
@@ -107,7 +114,7 @@ __device__ __forceinline__ void out_produce(OutShared& s, const OutArgs& args, i
         if (!args.g_bf16) prefetch_l2(p + 128);
       }
       mbar_wait(smem_addr(&s.grads_full), parity);
-      value_gradient(smem_addr(s.y), vectors.beta, args.dv + first, v_heads * kHeadDim, rows, thread);
+      value_gradient(smem_addr(s.y), vectors.beta, args.rows(kDv, dv), args.results[kDv].token_stride, rows, thread);
       warp_arrive(s.grads_empty, lane);
       float norm = 0.f;
       if (thread % kChunk < rows)

@@ -16,6 +16,9 @@ constexpr int kPartial = 1 + kHeadDim;  // floats of a row of partial sums
 
 enum OutBarrier { kChannelBarrier = 1, kDeltaBarrier = 2 };
 
+// Results that lie as the host has it. dv holds Y when the kernel begins; dg is of g's type.
+enum OutResult { kDq, kDk, kDv, kDbeta, kDg, kOutResults };
+
 struct OutArgs {
   View<const __nv_bfloat16> q, k, v, grad;  // [B, T, H or HV, 128]; grad = dO
   View<const void> g;  // [B, T, HV, 128]
@@ -25,20 +28,17 @@ struct OutArgs {
   Plan plan;
   const __nv_bfloat16 *kg, *t;  // images [chunks, HV, 64, 128] and [chunks, HV, 64, 64]
   const float *rq, *rk;  // [H, total]
-  const __nv_bfloat16* y;  // [total, HV, 128]
   const __nv_bfloat16 *states, *adjoints;  // images [slots, HV, 128, 128]
   bool states_edge, adjoints_edge;  // whether the tapes have the sequences' edge slots
-  __nv_bfloat16 *dq, *dk, *dv;  // [total, H or HV, 128]; dv may be y
-  float* dbeta;  // [total, HV]
-  void* dg;  // [total, HV, 128], of g's type
+  View<void> results[kOutResults];  // [B, T, H or HV, 128]; dbeta [B, T, HV], fp32 or bf16
+  bool dbeta_bf16;
   float* partials;  // [chunk capacity, HV, 129], or null without a gate
   int heads, group;
   float scale;
   bool l2norm;
 
-  __device__ __forceinline__ int64_t g_index(int token, int v_head) const {
-    const int tokens = plan.tokens_per_batch, batch = token / tokens;
-    return batch * g.batch_stride + (token - batch * tokens) * g.token_stride + v_head * g.head_stride;
+  __device__ __forceinline__ __nv_bfloat16* rows(OutResult result, int64_t place) const {
+    return static_cast<__nv_bfloat16*>(results[result].data) + place;
   }
 };
 
@@ -46,6 +46,7 @@ struct OutArgs {
 struct alignas(16) OutVectors {
   float beta[kChunk], diagonal[kChunk];  // the latter: of dA
   float residual[kChunk];  // Y . W
+  int64_t first[kOutResults];  // where its results begin
   uint32_t dead[2];  // a bit for each row; -Y_i . D_j of such a row i lies in column i of dL, above the diagonal
 };
 
@@ -73,5 +74,10 @@ struct OutShared {
   uint64_t delta_full;  // D
 };
 static_assert(sizeof(OutShared) <= 232448, "an SM gives a CTA 227 KB");
+
+__device__ __forceinline__ void put_dbeta(const OutArgs& args, const OutVectors& vectors, int row, float x) {
+  const View<void>& out = args.results[kDbeta];
+  put_scalar(out, args.dbeta_bf16, vectors.first[kDbeta] + row * out.token_stride, x);
+}
 
 }  // namespace cake::kda

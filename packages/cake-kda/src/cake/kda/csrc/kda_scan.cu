@@ -19,6 +19,7 @@ void kda_scan(TensorView v, TensorView beta, TensorView plan, int64_t n, int64_t
   DeviceGuard guard(device);
   const WalkArgs args = walk_args(v, beta, plan, n, sequences, entering.has_value(), chunk_capacity, qg, kg, kr, p, t,
                                   last, initial_state, entering, o, final_state, states, edge_slots);
+  if (o.has_value()) dense_bf16(o.value(), "o", {v.size(0), v.size(1), v.size(2), kHeadDim});
   const auto run = o.has_value() ? (states.has_value() ? scan<true, true> : scan<true, false>)
                                  : (states.has_value() ? scan<false, true> : scan<false, false>);
   run(args, device, stream);

@@ -26,7 +26,7 @@ struct WalkArgs {
   const __nv_bfloat16 *qg, *kg, *kr;  // tile images [chunks, HV, 64, 128]
   const __nv_bfloat16 *p, *t;  // tile images [chunks, HV, 64, 64]
   const float* last;  // [chunks, HV, 128]: 2^b_C
-  __nv_bfloat16* out;  // [total, HV, 128]: o or Y; may be null
+  View<__nv_bfloat16> out;  // [B, T, HV, 128]: o, contiguous, or Y; may be null
   __nv_bfloat16* states;  // tape images [slots, HV, 128, 128]; may be null
   const float* edge_in;  // [N, HV, K, V] or null: initial state, or gradient of the final state
   const float* inner;  // [segments, HV, K, V] of a call that is cut, else null: the states where segments meet
@@ -92,7 +92,8 @@ __device__ __forceinline__ void produce(WalkShared<kHalves>& s, const WalkArgs& 
   constexpr int kGroups = 8 * kHalves;
   constexpr bool kScores = kOutput || !kForward;
   constexpr int kBulkBytes = (kScores ? 3 : 2) * kTokenTileBytes + (kScores ? 2 : 1) * kSquareTileBytes + kHeadDim * 4;
-  const int tokens = args.plan.tokens_per_batch, row_stride = args.v_heads * kHeadDim;
+  const int tokens = args.plan.tokens_per_batch;
+  const int row_stride = kForward ? args.v_heads * kHeadDim : static_cast<int>(args.out.token_stride);
   // The thread's token's beta, fetched a chunk ahead; 0 past the end.
   const auto beta_of = [&](int i) {
     if (i >= walk.chunks) return 0.f;
@@ -119,10 +120,10 @@ __device__ __forceinline__ void produce(WalkShared<kHalves>& s, const WalkArgs& 
       bulk_load(smem_addr(stage.last), args.last + image * kHeadDim, kHeadDim * 4, full);
     }
     if (kOutput && done >= 0) {  // what this stage held last has been used, and its output lies in x
-      const int before = walk.chunk(done, kForward);
-      store_output<kGroups>(smem_addr(stage.x),
-                            args.out + int64_t(walk.token(before)) * row_stride + walk.v_head * kHeadDim + walk.channel,
-                            row_stride, walk.rows(before), thread);
+      const int before = walk.chunk(done, kForward), token = walk.token(before);
+      __nv_bfloat16* out = kForward ? args.out.data + int64_t(token) * row_stride + walk.v_head * kHeadDim
+                                    : args.out.row(token, tokens, walk.v_head);
+      store_output<kGroups>(smem_addr(stage.x), out + walk.channel, row_stride, walk.rows(before), thread);
     }
     if (i < walk.chunks) {
       if constexpr (kValues)

@@ -82,9 +82,13 @@ inline __nv_bfloat16* dense_bf16(const TensorView& x, const char* name, std::ini
   return dense<__nv_bfloat16>(x, name, is_bfloat16(x), shape);
 }
 
+template <typename T>
+View<const T> as_const(const View<T>& x) {
+  return {x.data, x.batch_stride, x.token_stride, x.head_stride};
+}
+
 // [B, T, heads, 128] bf16 whose rows can be copied 16 bytes at a time.
-inline View<const __nv_bfloat16> const_rows(const TensorView& x, const char* name,
-                                            std::initializer_list<int64_t> shape) {
+inline View<__nv_bfloat16> writable_rows(const TensorView& x, const char* name, std::initializer_list<int64_t> shape) {
   if (!is_bfloat16(x)) TVM_FFI_THROW(TypeError) << name << " must be bfloat16";
   check_shape(x, name, shape);
   const bool aligned = reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0 && x.stride(0) % 8 == 0 &&
@@ -92,6 +96,10 @@ inline View<const __nv_bfloat16> const_rows(const TensorView& x, const char* nam
   if (x.stride(3) != 1 || !aligned)
     TVM_FFI_THROW(ValueError) << name << " must have contiguous channels and 16-byte aligned rows";
   return {static_cast<__nv_bfloat16*>(x.data_ptr()), x.stride(0), x.stride(1), x.stride(2)};
+}
+inline View<const __nv_bfloat16> const_rows(const TensorView& x, const char* name,
+                                            std::initializer_list<int64_t> shape) {
+  return as_const(writable_rows(x, name, shape));
 }
 
 // Tape images bf16 [slots, HV, 128, 128]. With boundaries on the host the slots may be fewer than `most`: the plan never
@@ -103,10 +111,13 @@ inline __nv_bfloat16* tape_images(const TensorView& x, const char* name, int64_t
 }
 
 // [B, T, heads] fp32 or bf16, any strides.
-inline Scalars scalars(const TensorView& x, const char* name, std::initializer_list<int64_t> shape) {
+inline View<void> scalar_rows(const TensorView& x, const char* name, std::initializer_list<int64_t> shape) {
   if (!is_float32(x) && !is_bfloat16(x)) TVM_FFI_THROW(TypeError) << name << " must be float32 or bfloat16";
   check_shape(x, name, shape);
-  return {{x.data_ptr(), x.stride(0), x.stride(1), x.stride(2)}, is_bfloat16(x)};
+  return {x.data_ptr(), x.stride(0), x.stride(1), x.stride(2)};
+}
+inline Scalars scalars(const TensorView& x, const char* name, std::initializer_list<int64_t> shape) {
+  return {as_const(scalar_rows(x, name, shape)), is_bfloat16(x)};
 }
 
 // The tables that make_plan wrote: an int32 tensor of Plan::words(n, chunk_capacity, cut), and of the runs of `runs_of`

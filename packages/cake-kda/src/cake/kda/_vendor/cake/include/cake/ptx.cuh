@@ -145,6 +145,14 @@ __device__ __forceinline__ void st_global_16(void* p, uint4 v) {
                : "memory");
 }
 
+// The same where `there`, without a branch.
+__device__ __forceinline__ void st_global_16_if(bool there, void* p, uint4 v) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p st.global.v4.b32 [%0], {%1, %2, %3, %4};\n}" ::"l"(
+                   __cvta_generic_to_global(p)),
+               "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(static_cast<int>(there))
+               : "memory");
+}
+
 __device__ __forceinline__ uint4 ld_shared_16(uint32_t addr) {
   uint4 v;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"

@@ -64,19 +64,18 @@ __device__ __forceinline__ void stage_rows(uint32_t tile, const float (&acc)[64]
 }
 
 // And on to memory.
-__device__ __forceinline__ void send_rows(uint32_t tile, __nv_bfloat16* out, int row_stride, int rows, const Lane& me) {
+__device__ __forceinline__ void send_rows(uint32_t tile, __nv_bfloat16* out, int64_t row_stride, int rows,
+                                          const Lane& me) {
+  const int row0 = me.row0 + (me.lane >> 4);
+  out += row0 * row_stride + (me.lane & 15) * 8;
 #pragma unroll
-  for (int first = 0; first < 8; first += 4) {
+  for (int first = 0; first < 16; first += 8) {
     uint4 x[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-      x[i] = ld_shared_16(tile + group_offset<kChunk>(me.row0 + 2 * (first + i) + (me.lane >> 4), me.lane & 15));
+    for (int i = 0; i < 4; ++i) x[i] = ld_shared_16(tile + group_offset<kChunk>(row0 + first + 2 * i, me.lane & 15));
     __syncwarp();  // as in normalise
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int row = me.row0 + 2 * (first + i) + (me.lane >> 4);
-      if (row < rows) st_global_16(out + int64_t(row) * row_stride + (me.lane & 15) * 8, x[i]);
-    }
+    for (int i = 0; i < 4; ++i, out += 2 * row_stride) st_global_16_if(row0 + first + 2 * i < rows, out, x[i]);
   }
 }
 

@@ -17,10 +17,14 @@ struct View {
   T* data;
   int64_t batch_stride, token_stride, head_stride;
 
-  __device__ __forceinline__ T* row(int token, int tokens_per_batch, int head) const {
+  __device__ __forceinline__ int64_t place(int token, int tokens_per_batch, int head) const {
     const int batch = token / tokens_per_batch;
-    return data + batch * batch_stride + (token - batch * tokens_per_batch) * token_stride + head * head_stride;
+    return batch * batch_stride + (token - batch * tokens_per_batch) * token_stride + head * head_stride;
   }
+  __device__ __forceinline__ T* row(int token, int tokens_per_batch, int head) const {
+    return data + place(token, tokens_per_batch, head);
+  }
+  View<void> untyped() const { return {data, batch_stride, token_stride, head_stride}; }
 };
 
 // fp32 or bf16 scalars per token and head.
@@ -29,15 +33,19 @@ struct Scalars {
   bool is_bf16;
 
   __device__ __forceinline__ float at(int token, int tokens_per_batch, int head) const {
-    const int batch = token / tokens_per_batch;
-    const int64_t i =
-        batch * view.batch_stride + (token - batch * tokens_per_batch) * view.token_stride + head * view.head_stride;
+    const int64_t i = view.place(token, tokens_per_batch, head);
     // Bits, so that a caller can have the load on its way.
     const uint32_t bits = is_bf16 ? static_cast<uint32_t>(static_cast<const uint16_t*>(view.data)[i]) << 16
                                   : static_cast<const uint32_t*>(view.data)[i];
     return __uint_as_float(bits);
   }
 };
+
+// Writes one of the like.
+__device__ __forceinline__ void put_scalar(const View<void>& to, bool is_bf16, int64_t place, float x) {
+  if (is_bf16) static_cast<__nv_bfloat16*>(to.data)[place] = __float2bfloat16_rn(x);
+  else static_cast<float*>(to.data)[place] = x;
+}
 
 struct Chunk {
   int token;     // first token

@@ -86,8 +86,8 @@ __device__ __forceinline__ void store_output(uint32_t x, __nv_bfloat16* out, int
 #pragma unroll
   for (int i = 0; i < kChunk / kRowsAtOnce; i += 2) {
     const uint4 a = ld_shared_16(x), b = ld_shared_16(x + kRowsAtOnce * kPanelRowBytes);
-    if (row < rows) *reinterpret_cast<uint4*>(out) = a;
-    if (row + kRowsAtOnce < rows) *reinterpret_cast<uint4*>(out + kRowsAtOnce * row_stride) = b;
+    if (row < rows) st_global_16(out, a);
+    if (row + kRowsAtOnce < rows) st_global_16(out + kRowsAtOnce * row_stride, b);
     row += 2 * kRowsAtOnce, out += 2 * kRowsAtOnce * row_stride, x += 2 * kRowsAtOnce * kPanelRowBytes;
   }
 }
