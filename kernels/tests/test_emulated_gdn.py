@@ -11,12 +11,42 @@ import pytest
 import torch
 
 from cake.core import segments, sequences, state_chain
-from cake.core.testing import assert_bitwise_equal, poisoned_empty, relative_error
+from cake.core.testing import (
+    assert_bitwise_equal,
+    fused_views,
+    permuted_view,
+    poisoned_empty,
+    relative_error,
+    spread_view,
+)
 from cake.gdn import _cuda
 from cake.gdn import _torch as twins
 
 SCALE = 128**-0.5
 SEEDS = (0, 1, 2, 4)
+ROWS = ("q", "k", "v", "g", "beta", "do")
+
+
+def beside_each_other(*like):
+    """Memory for results as columns of one tensor, the last one apart: tensors of NaN, and views of them."""
+    nan = [torch.full_like(x, torch.nan) for x in like]
+    whole, views = fused_views(*nan[:-1], torch.full_like(nan[0][..., :2], torch.nan))
+    return [whole], [*views[:-1], spread_view(nan[-1])]
+
+
+def permuted(order):
+    def views(*like):
+        made = [permuted_view(torch.full_like(x, torch.nan), order[: x.dim()]) for x in like]
+        return made, made
+
+    return views
+
+
+LAYOUTS = {
+    "channels": beside_each_other,
+    "heads first": permuted((0, 2, 1, 3)),
+    "tokens first": permuted((1, 0, 2, 3)),
+}
 
 
 @pytest.fixture
@@ -154,6 +184,38 @@ def test_kernels_are_as_their_twins(kernels, name):
         else:
             for key, value in got.items():
                 assert_bitwise_equal(key, value, first[key])
+
+
+@pytest.mark.parametrize("batch", [None, 2], ids=["pack", "batch"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_in_rows_of_any_stride(kernels, layout, batch):
+    """The bits of contiguous ones, wherever they lie; and nothing is written beside them."""
+    case = case_of((70, 3) if batch is None else (140,), (2, 4), beta=(0.0, 0.5, 2e-13))
+    if batch is not None:
+        case = in_batches(case, batch)
+    q, k, v, do, beta = case.q, case.k, case.v, case.do, case.beta
+    with poisoned_empty():
+        prep, _, results = forward(kernels, case)
+        states = results["states"]
+        expected = backward(kernels, case, prep, None, states)
+        wholes, into = LAYOUTS[layout](q, k, v, beta.bfloat16(), case.g)
+        y, adjoints, _ = kernels.adj(q, k, do, beta, prep, case.seqs, scale=SCALE, dht=case.dstate, y=into[2])
+        kernels.out(
+            q, k, v, do, y, beta, prep, states, adjoints, case.seqs, scale=SCALE,
+            l2norm=True, states_edge=True, adj_edge=True, into=into,
+        )  # fmt: skip
+    for name, x in zip(("dq", "dk", "dv", "dbeta", "dg"), into, strict=True):
+        assert_bitwise_equal(name, x, expected[name].to(x.dtype))
+        x.fill_(torch.nan)
+    assert all(whole.isnan().all() for whole in wholes)
+
+
+def in_batches(case, batch):
+    """A case of one sequence as so many rows, which have its states."""
+    tokens = case.seqs.total // batch
+    rows = {name: getattr(case, name).unflatten(1, (batch, tokens))[0] for name in ROWS}
+    states = {name: getattr(case, name).repeat(batch, 1, 1, 1) for name in ("state", "dstate")}
+    return replace(case, **rows, **states, seqs=sequences.batched(batch, tokens))
 
 
 def test_cuts_on_the_device(kernels):

@@ -13,6 +13,7 @@ void gdn_scan(TensorView q, TensorView k, TensorView v, TensorView beta, TensorV
   DeviceGuard guard(q.device().device_id);
   const WalkArgs args = walk_args(q, k, v, beta, plan, n, sequences, entering.has_value(), chunk_capacity, t, b, rq, rk,
                                   initial_state, entering, o, final_state, states, edge_slots, scale);
+  if (o.has_value()) dense_bf16(o.value(), "o", {v.size(0), v.size(1), v.size(2), kHeadDim});
   const auto kernel = o.has_value() ? (states.has_value() ? scan_kernel<true, true> : scan_kernel<true, false>)
                                     : (states.has_value() ? scan_kernel<false, true> : scan_kernel<false, false>);
   launch("gdn_scan", kernel, dim3(n * args.v_heads), kWalkThreads, sizeof(WalkShared), stream_of(stream), args);

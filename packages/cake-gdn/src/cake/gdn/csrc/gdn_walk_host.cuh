@@ -8,6 +8,8 @@ namespace cake::gdn {
 
 using namespace cake::host;
 
+constexpr int64_t kMostRowStride = 1 << 26;  // of rows that a walk writes: it counts them in 32 bits
+
 // `x`: v or dO; `edge_in`, `inner`, `edge_out`, `states`, `out` as in WalkArgs. `n`: entries of the plan, which are segments of
 // `sequences` sequences where `cut`, else the sequences.
 inline WalkArgs walk_args(TensorView q, TensorView k, TensorView x, TensorView beta, TensorView plan, int64_t n,
@@ -32,6 +34,8 @@ inline WalkArgs walk_args(TensorView q, TensorView k, TensorView x, TensorView b
   if (inner.has_value()) args.inner = dense_f32(inner.value(), "entering or leaving", {n, v_heads, kHeadDim, kHeadDim});
   if (edge_out.has_value()) args.edge_out = dense_f32(edge_out.value(), "final_state or dh0", edge_shape);
   if (out.has_value()) args.out = writable_rows(out.value(), "o or y", {batch, tokens, v_heads, kHeadDim});
+  if (args.out.token_stride >= kMostRowStride)
+    TVM_FFI_THROW(ValueError) << "o or y must have tokens less than " << kMostRowStride << " elements apart";
   if (states.has_value()) args.states = tape_images(states.value(), "states", v_heads, chunk_capacity);
   args.v_heads = static_cast<int>(v_heads);
   args.group = static_cast<int>(v_heads / heads);
