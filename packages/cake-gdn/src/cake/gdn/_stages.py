@@ -2,7 +2,7 @@
 
 Both modules define the same functions. H heads of q and k, HV heads of v, `total` flat tokens, chunks
 and slots as in `plan`. q, k [B, T, H, 128] and v, do [B, T, HV, 128] are bf16 with a contiguous last
-dimension and any other strides; g is fp32, beta fp32 or bf16, both [B, T, HV] with any strides; states are
+dimension and any other strides; g and beta are fp32 or bf16 [B, T, HV] with any strides; states are
 contiguous fp32 [n, HV, K, V]. None of them is called without tokens.
 
 ``prep(q, k, g, beta, seqs, *, l2norm) -> Prep``

@@ -46,8 +46,9 @@ into=None) -> (dq, dk, dv, dbeta, dg, partials | None)``
     Their sums over chunks in a fixed order, fp32 [HV] and [HV, 128].
 
 Where a backend says `SELECTIONS`, as the torch twins do, `seqs` may also be a selection of the call's
-sequences (`Sequences.select`): the walks and `out` then write its tokens alone, into `o`, `y` and `into`, and number their tapes by the selection, and `transfer` and `adj_transfer` find the
-maps of each sequence; `prep` is always the whole call's.
+sequences (`Sequences.select`): the walks and `out` then write its tokens alone, into `o`, `y` and `into`, and
+number their tapes by the selection, and `transfer` and `adj_transfer` find the maps of each sequence; `prep`
+is always the whole call's.
 """
 
 from __future__ import annotations
