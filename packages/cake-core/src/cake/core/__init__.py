@@ -5,6 +5,7 @@ Configuration   add_arguments, validate_args, configure, variant, option
 Building        prebuild, no_build, load
 Memory          workspace (a module), release
 For ops         checks, testing, hooks (modules)
+For layers      split_projection
 Provenance      manifest
 Errors          CakeError and its kinds
 """
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from ._prebuild import prebuild
     from .config import add_arguments, configure, option, validate_args, variant
     from .errors import BuildError, CakeError, ConfigError, NoBuildError, ToolchainError, UnknownOpError
+    from .gradients import split_projection
     from .hooks import release
     from .loader import load, no_build
     from .provenance import manifest
@@ -50,6 +52,7 @@ _HOME = {
     "option": "config",
     "prebuild": "_prebuild",
     "release": "hooks",
+    "split_projection": "gradients",
     "validate_args": "config",
     "variant": "config",
 }
@@ -81,6 +84,7 @@ __all__ = [
     "option",
     "prebuild",
     "release",
+    "split_projection",
     "testing",
     "validate_args",
     "variant",
