@@ -50,7 +50,7 @@ def emulate(emulator, monkeypatch):
         monkeypatch.setattr(backend, "_library", library)
         monkeypatch.setattr(backend, "_merges", lambda: library("affine_merge", merge), raising=False)
         monkeypatch.setattr(tables, "_capturing", lambda device: True)  # torch's own answer needs CUDA
-        for module in (backend, recording):
+        for module in (tables, recording):
             monkeypatch.setattr(module, "stream_of", lambda device: 0)
         monkeypatch.setattr(backend, "_ctas", lambda device: 2)  # so that a persistent CTA has several chunks
         monkeypatch.setattr(backend, "seed", 0, raising=False)

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from cake.core import config, workspace
+from cake.core import config, sequences, workspace
 from cake.core.calls import Memo
 from cake.core.testing import assert_bitwise_equal, poisoned_empty
 
-LENGTHS = (70, 0, 1, 128)
 BOUNDS = (0, 70, 70, 71, 199)
 
 
@@ -127,6 +126,28 @@ def test_a_gate_and_every_tape(op: Op, one_by_one: Any, keep: dict[str, bool]) -
     with poisoned_empty():
         assert_same(op.results(**arguments), expected)
         assert_same(op.results(**arguments), expected)
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["save", "recompute"])
+def test_boundaries_on_the_device(op: Op, monkeypatch: Any, recompute: bool) -> None:
+    def unseen(batch: int, tokens: int, device: Any, cu_seqlens: Any, cpu: Any) -> Any:
+        return sequences.packed_on_device(cu_seqlens, tokens)
+
+    expected = op.results(recompute_state=recompute)
+    monkeypatch.setattr(op.api, "_calls", Memo())
+    monkeypatch.setattr(op.api.sequences, "of_call", unseen)
+    # What a GPU's tensor does, whose values nobody reads.
+    monkeypatch.setattr(op.api, "key_of", lambda tensors, cu, cpu, settings: settings)
+    for _ in range(2):
+        cu_seqlens = torch.tensor(BOUNDS, dtype=torch.int32)
+        with poisoned_empty():
+            got = op.results(cu_seqlens=cu_seqlens, cu_seqlens_cpu=None, recompute_state=recompute)
+        assert_same(got, expected)
+    # The same call, other boundaries: the tables are made again.
+    cu_seqlens = torch.tensor((0, 70, 70, 101, 199), dtype=torch.int32)
+    other = op.results(cu_seqlens=cu_seqlens, cu_seqlens_cpu=None, recompute_state=recompute)
+    assert not torch.equal(other["o"], expected["o"])
+    assert len(op.api._calls._made) == 1
 
 
 def test_without_a_gradient(op: Op, one_by_one: Any) -> None:

@@ -157,7 +157,7 @@ def test_scratch_is_the_workspaces(library: Library) -> None:
 
 def test_tables_are_the_calls_own(library: Library) -> None:
     def run(plan: Any) -> Any:
-        assert plan_tables(packed((0, 3), 3), CPU, 7, lambda: pytest.fail("made")) is plan
+        assert plan_tables(packed((0, 3), 3), CPU, lambda: pytest.fail("made")) is plan
         return (), ()
 
     record(library, "op", "forward", CPU, {"plan": torch.zeros(9, dtype=torch.int32)}, run)

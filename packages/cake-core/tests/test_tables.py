@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cake.core import tables
+from cake.core import recording, tables
 from cake.core.sequences import packed, packed_on_device
 
 CPU = torch.device("cpu")
@@ -17,7 +17,9 @@ def made(monkeypatch):
     count = []
 
     def of(seqs, stream=0):
-        words = tables.plan_tables(seqs, CPU, stream, lambda: (lambda *args: count.append(args),) * 3)
+        for module in (tables, recording):
+            monkeypatch.setattr(module, "stream_of", lambda device: stream)
+        words = tables.plan_tables(seqs, CPU, lambda: (lambda *args: count.append(args),) * 3)
         return words, len(count)
 
     yield of

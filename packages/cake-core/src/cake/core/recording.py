@@ -25,7 +25,18 @@ import torch
 from cake.core import workspace
 from cake.core.launch import stream_of
 
-__all__ = ["Recording", "address", "empty", "given_tables", "launch", "record", "scratch"]
+__all__ = [
+    "Recording",
+    "address",
+    "call",
+    "empty",
+    "know",
+    "known",
+    "launch",
+    "record",
+    "recording",
+    "scratch",
+]
 
 #: Most bytes that a tensor inside another one is aligned to; as PyTorch's allocator.
 ALIGNMENT = 512
@@ -78,8 +89,8 @@ class StandIn:
 
 
 class _Recorder:
-    def __init__(self, tables: StandIn | None) -> None:
-        self.tables = tables
+    def __init__(self, known: dict[str, Any]) -> None:
+        self.known = known
         self.made: list[StandIn] = []
         self.calls: list[tuple[Any, ...]] = []
         self.held: list[Any] = []
@@ -111,8 +122,12 @@ def scratch(op: str, role: str, shape: Sequence[int], dtype: torch.dtype, device
 
 def launch(library: Any, function: str, device: torch.device, *arguments: Any) -> None:
     """Calls a host entry of an op's library on the current stream of `device`, its last argument."""
+    call(getattr(library, function), device, *arguments)
+
+
+def call(entry: Callable[..., Any], device: torch.device, *arguments: Any) -> None:
+    """`launch` of a host entry."""
     recorder = _active.recorder
-    entry = getattr(library, function)
     if recorder is None:
         entry(*arguments, stream_of(device))
     else:
@@ -126,9 +141,20 @@ def address(values: array[int]) -> int:
     return values.buffer_info()[0]
 
 
-def given_tables() -> Any:
-    """What stands for the tables of a call that is recorded (`cake.core.tables`); None in any other."""
-    return None if _active.recorder is None else _active.recorder.tables
+def recording() -> bool:
+    """Whether this thread records."""
+    return _active.recorder is not None
+
+
+def known(name: str) -> Any:
+    """What stands for a tensor that the recorded call was given or knows since; None where nothing does."""
+    return None if _active.recorder is None else _active.recorder.known.get(name)
+
+
+def know(name: str, x: Any) -> None:
+    """Lets a stand-in be `known` in the rest of a recording."""
+    if _active.recorder is not None:
+        _active.recorder.known[name] = x
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,8 +226,8 @@ def record(
         op: its name.
         role: of the scratch in the workspace.
         device: where the call runs.
-        given: the tensors that each call hands in, by the names that errors call them. Stages that ask for
-            the call's tables get the one called "plan".
+        given: the tensors that each call hands in, by the names that errors call them. Tables are made of
+            "cu_seqlens", unless "plan" is there (`cake.core.tables`).
         run: runs stages on stand-ins of `given`, in their order, and returns results and what a tape keeps.
             With `tape_of` the last one of `given` is a tape, and `run` gets its pieces as one sequence.
         tape_of: the recording that made that tape.
@@ -227,7 +253,7 @@ def record(
         inside(len(stands) - 1, there)
         arguments[-1] = kept
     assert _active.recorder is None
-    recorder = _active.recorder = _Recorder(dict(zip(given, stands, strict=True)).get("plan"))
+    recorder = _active.recorder = _Recorder(dict(zip(given, stands, strict=True)))
     try:
         results, keep = run(*arguments)
     finally:

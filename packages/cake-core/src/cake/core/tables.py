@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from cake.core.recording import given_tables
+from cake.core.launch import stream_of
+from cake.core.recording import call, empty, know, known, recording
 from cake.core.segments import Segments, UnseenSegments
 from cake.core.sequences import Sequences
 
@@ -52,7 +53,6 @@ def plan_words(seqs: Sequences) -> int:
 def plan_tables(
     seqs: Sequences,
     device: torch.device,
-    stream: int,
     entries: Callable[[], Entries],
 ) -> torch.Tensor:
     """int32: what `Plan` in seq.cuh reads. Not to be written to: another call may be given the same tensor.
@@ -60,26 +60,27 @@ def plan_tables(
     Args:
         seqs: the call's sequences.
         device: where the call runs.
-        stream: handle of the stream that the launches go to.
         entries: gives the host entries of the op's library.
 
     Raises:
         ValueError: segments of a call with 2^30 tokens or more.
     """
-    given: torch.Tensor | None = given_tables()
-    if given is not None:
+    if recording():
+        if known("plan") is None:
+            know("plan", _made(seqs, device, entries(), known("cu_seqlens")))
+        given: torch.Tensor = known("plan")
         return given
     # A graph that is replayed must own what it reads.
-    if seqs.cu_device is not None or _capturing(device):
-        return _made(seqs, device, stream, entries())
-    key = (seqs, device, stream)
+    if seqs.boundaries is None or _capturing(device):
+        return _made(seqs, device, entries(), seqs.cu_device)
+    key = (seqs, device, stream_of(device))
     found = _last.get(key)
     if found is not None:
         return found
     with _lock:
         found = _kept.get(key)
         if found is None:
-            found = _kept[key] = _made(seqs, device, stream, entries())
+            found = _kept[key] = _made(seqs, device, entries(), None)
             if len(_kept) > KEPT:
                 _kept.popitem(last=False)
         else:
@@ -106,34 +107,36 @@ def _capturing(device: torch.device) -> bool:
 def _made(
     seqs: Sequences,
     device: torch.device,
-    stream: int,
     entries: Entries,
+    boundaries: torch.Tensor | None,
 ) -> torch.Tensor:
     make_plan, copy_boundaries, make_cut_plan = entries
     cut = isinstance(seqs, Segments)
     if cut and seqs.total >= MOST_TOKENS:
         raise ValueError(f"a call that is cut must have less than 2^30 tokens, got {seqs.total}")
-    words = torch.empty(plan_words(seqs), dtype=torch.int32, device=device)
+    count = plan_words(seqs)
+    # Kernels read four words at once, and inside a tape what isn't a multiple of that may lie anywhere.
+    words: torch.Tensor = empty((-(-count // 4) * 4 if recording() else count,), torch.int32, device)
     if isinstance(seqs, UnseenSegments):
-        make_cut_plan(
-            words, seqs.cu_device, seqs.n, seqs.whole.n, seqs.length,
-            seqs.chunk_capacity, seqs.total, seqs.tokens, stream,
+        call(
+            make_cut_plan, device, words, boundaries, seqs.n, seqs.whole.n, seqs.length,
+            seqs.chunk_capacity, seqs.total, seqs.tokens,
         )  # fmt: skip
         return words
-    kind, host, boundaries = UNIFORM, 0, None
-    if seqs.cu_device is not None:
-        boundaries = seqs.cu_device
+    kind, host = UNIFORM, 0
+    if boundaries is not None:
         kind = INT64 if boundaries.dtype == torch.int64 else INT32
     elif cut or (seqs.batch == 1 and seqs.n > 1):
         # Held until the launches have read it: the cache may drop it for another thread's call.
         values = _host_boundaries(seqs)
         kind, host = INLINE, values.buffer_info()[0]
         if seqs.n + 1 > INLINE_BOUNDARIES:
-            boundaries = torch.empty(seqs.n + 1, dtype=torch.int32, device=device)
-            copy_boundaries(boundaries, host, seqs.n + 1, stream)
+            boundaries = empty((seqs.n + 1,), torch.int32, device)
+            call(copy_boundaries, device, boundaries, host, seqs.n + 1)
             kind = INT32
         kind += CUT if cut else 0
-    make_plan(words, kind, host, boundaries, seqs.n, seqs.chunk_capacity, seqs.total, seqs.tokens, stream)
+    sizes = seqs.n, seqs.chunk_capacity, seqs.total, seqs.tokens
+    call(make_plan, device, words, kind, host, boundaries, *sizes)
     return words
 
 

@@ -19,7 +19,7 @@ import torch
 from cake.core.calls import Planned, differentiated_once
 from cake.core.checks import check_saved, saved_as
 from cake.core.launch import loadable, running_on
-from cake.core.recording import Recording, record
+from cake.core.recording import Recording, empty, record
 from cake.core.segments import Segments
 from cake.core.tables import plan_words
 from cake.gdn import _route, _segments, _stages
@@ -89,15 +89,26 @@ def run(
     beta: torch.Tensor,
     initial_state: torch.Tensor | None,
     call: Call,
+    cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Output and final state (None unless asked for), on the graph if a backward can follow."""
+    """Output and final state (None unless asked for), on the graph if a backward can follow.
+
+    `cu_seqlens`: as the call was given them.
+    """
     if call.seqs.total:
         _route.note(call.route)
+    boundaries = None
+    if call.seqs.boundaries is None:  # they are on the device alone
+        boundaries = cu_seqlens
+        if not call.played:
+            call = call.at(boundaries)
     if call.differentiable:
         apply: Any = _GatedDeltaRule.apply
-        o, final_state = apply(q, k, v, g, beta, initial_state, call)
+        o, final_state = apply(q, k, v, g, beta, initial_state, boundaries, call)
     elif call.played:
-        o, final_state, _ = _play_forward(q, k, v, g, beta, initial_state, call, save_states=False)
+        o, final_state, _ = _play_forward(
+            q, k, v, g, beta, initial_state, boundaries, call, save_states=False
+        )
     else:
         o, final_state, _ = _forward(q, k, v, g, beta, initial_state, call, save_states=False)
     return o, final_state
@@ -113,19 +124,22 @@ class _GatedDeltaRule(torch.autograd.Function):
         g: torch.Tensor,
         beta: torch.Tensor,
         initial_state: torch.Tensor | None,
+        boundaries: torch.Tensor | None,
         call: Call,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         ctx.set_materialize_grads(False)
         tape: tuple[torch.Tensor | None, ...]
         if call.played:
             save = not call.route.recompute_state
-            o, final_state, tape = _play_forward(q, k, v, g, beta, initial_state, call, save_states=save)
+            o, final_state, tape = _play_forward(
+                q, k, v, g, beta, initial_state, boundaries, call, save_states=save
+            )
         else:
             o, final_state, tape = forward(q, k, v, g, beta, initial_state, call)
         ctx.call, ctx.has_state = call, initial_state is not None
         ctx.inputs = Inputs(q.shape, v.shape, g.dtype, beta.dtype, v.device)
         # Boundaries on the device are saved too: refilled in place before the backward, they raise there.
-        saved = (q, k, v, beta, call.seqs.cu_device, *(tape or (g, initial_state)))
+        saved = (q, k, v, beta, boundaries, *(tape or (g, initial_state)))
         ctx.save_for_backward(*saved)
         # A recording checks what it is given.
         ctx.saved_as = None if call.played and tape else saved_as(saved)
@@ -137,16 +151,18 @@ class _GatedDeltaRule(torch.autograd.Function):
         ctx: Any, do: torch.Tensor | None, dht: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         if do is None and dht is None:
-            return (None,) * 7
+            return (None,) * 8
         saved = ctx.saved_tensors
         call: Call = ctx.call
         if ctx.saved_as is not None and saved_as(saved) != ctx.saved_as:
             check_tape(saved, ctx.inputs, call, ctx.has_state)
         q, k, v, beta, boundaries, *tape = saved
-        wanted = ctx.needs_input_grad
-        run = _play_backward if call.played else backward
-        grads = run(q, k, v, beta, tape, do, dht, ctx.inputs, call.at(boundaries), wanted, ctx.has_state)
-        return (*[x if need else None for x, need in zip(grads, wanted, strict=False)], None)
+        wanted, made, has_state = ctx.needs_input_grad, ctx.inputs, ctx.has_state
+        if call.played:
+            grads = _play_backward(q, k, v, beta, boundaries, tape, do, dht, made, call, wanted, has_state)
+        else:
+            grads = backward(q, k, v, beta, tape, do, dht, made, call.at(boundaries), wanted, has_state)
+        return (*[x if need else None for x, need in zip(grads, wanted, strict=False)], None, None)
 
 
 def forward(
@@ -188,11 +204,10 @@ def backward(
     with running_on(made.device):
         if call.route.recompute_state:
             g, initial_state = tape
-            walk = _walk_again(stages, q, k, v, beta, g.float(), initial_state, call)
+            walk = _walk_again(stages, q, k, v, beta, g, initial_state, call)
         else:
             walk = Walk(Prep(*tape[:5]), tape[5], tuple(tape[6:]))
-        grads = _backward(stages, q, k, v, beta, do, dht, walk, call, wanted, has_state)
-    return _in_dtypes(grads, made)
+        return _backward(stages, q, k, v, beta, do, dht, walk, made, call, wanted, has_state)
 
 
 def _play_forward(
@@ -202,20 +217,19 @@ def _play_forward(
     g: torch.Tensor,
     beta: torch.Tensor,
     initial_state: torch.Tensor | None,
+    boundaries: torch.Tensor | None,
     call: Call,
     *,
     save_states: bool,
-) -> tuple[Any, torch.Tensor | None, tuple[torch.Tensor, ...]]:
-    """`forward` of a recording. The tape: what a backward needs, as one tensor, and the call's tables."""
+) -> tuple[Any, torch.Tensor | None, tuple[torch.Tensor | None, ...]]:
+    """`forward` of a recording. The tape: what a backward needs, in one tensor, and tables of the host."""
     stages, device = _stages.stages(call.route.backend), v.device
-    if g.dtype is not FP32:
-        g = g.float()
-    library, plan = stages.library(), stages.tables(call.segments or call.seqs, device)
+    library, plan = stages.library(), _host_tables(stages, call, device)
     recording = call.recordings.get(save_states)
     if recording is None or recording.source is not library:
 
         def run(
-            q: Any, k: Any, v: Any, g: Any, beta: Any, initial_state: Any, plan: Any
+            q: Any, k: Any, v: Any, g: Any, beta: Any, initial_state: Any, *_: Any
         ) -> tuple[Sequence[Any], Sequence[Any]]:
             o, final_state, walk = _walk(
                 stages,
@@ -229,14 +243,22 @@ def _play_forward(
                 output_final_state=call.output_final_state,
                 save_states=save_states,
             )
-            t, b, rq, rk, _ = walk.prep
-            return (o, final_state), (t, b, rq, rk, walk.states, *walk.maps) if save_states else ()
+            t, b, rq, rk, tables = walk.prep
+            kept = (t, b, rq, rk, None if plan is not None else tables, walk.states, *walk.maps)
+            return (o, final_state), kept if save_states else ()
 
-        names = ("q", "k", "v", "g", "beta", "initial_state", "plan")
-        given = dict(zip(names, (q, k, v, g, beta, initial_state, plan), strict=True))
+        names = ("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens", "plan")
+        given = dict(zip(names, (q, k, v, g, beta, initial_state, boundaries, plan), strict=True))
         recording = call.recordings[save_states] = record(library, "gdn", "forward", device, given, run)
-    (o, final_state), tape = recording.play(q, k, v, g, beta, initial_state, plan)
+    (o, final_state), tape = recording.play(q, k, v, g, beta, initial_state, boundaries, plan)
     return o, final_state, () if tape is None else (tape, plan)
+
+
+def _host_tables(stages: ModuleType, call: Call, device: torch.device) -> torch.Tensor | None:
+    """Tables of boundaries that the host knows, which calls share; others are a part of the recording."""
+    walked = call.segments or call.seqs
+    tables: torch.Tensor | None = None if walked.boundaries is None else stages.tables(walked, device)
+    return tables
 
 
 def _play_backward(
@@ -244,6 +266,7 @@ def _play_backward(
     k: torch.Tensor,
     v: torch.Tensor,
     beta: torch.Tensor,
+    boundaries: torch.Tensor | None,
     tape: Sequence[Any],
     do: torch.Tensor | None,
     dht: torch.Tensor | None,
@@ -259,25 +282,25 @@ def _play_backward(
     given: tuple[Any, ...]
     if again:
         g, initial_state = tape
-        plan = stages.tables(call.segments or call.seqs, device)
-        given = q, k, v, beta, do, dht, plan, g.float(), initial_state
+        plan = _host_tables(stages, call, device)
+        given = q, k, v, beta, do, dht, boundaries, plan, g, initial_state
     else:
         states, plan = tape
-        given = q, k, v, beta, do, dht, plan, states
+        given = q, k, v, beta, do, dht, None, plan, states
     key = wanted, dht is None
     recording = call.recordings.get(key)
     if recording is None or recording.source is not library:
 
         def run(
-            q: Any, k: Any, v: Any, beta: Any, do: Any, dht: Any, plan: Any, *rest: Any
+            q: Any, k: Any, v: Any, beta: Any, do: Any, dht: Any, _: Any, plan: Any, *rest: Any
         ) -> tuple[Sequence[Any], Sequence[Any]]:
             if again:
                 g, initial_state = rest
                 walk = _walk_again(stages, q, k, v, beta, g, initial_state, call)
             else:
-                ((t, b, rq, rk, states, *maps),) = rest
-                walk = Walk(Prep(t, b, rq, rk, plan), states, tuple(maps))
-            grads = _backward(stages, q, k, v, beta, do, dht, walk, call, wanted, has_state)
+                ((t, b, rq, rk, tables, states, *maps),) = rest
+                walk = Walk(Prep(t, b, rq, rk, tables if plan is None else plan), states, tuple(maps))
+            grads = _backward(stages, q, k, v, beta, do, dht, walk, made, call, wanted, has_state)
             return [x if need else None for x, need in zip(grads, wanted, strict=False)], ()
 
         names = (
@@ -287,6 +310,7 @@ def _play_backward(
             "beta",
             "do",
             "dht",
+            "cu_seqlens",
             "plan",
             *(("g", "initial_state") if again else ("tape",)),
         )
@@ -301,7 +325,7 @@ def _play_backward(
             whose="the backward's saved ",
         )
     grads, _ = recording.play(*given)
-    return _in_dtypes(grads, made)
+    return tuple(grads)
 
 
 def _forward(
@@ -329,7 +353,7 @@ def _forward(
             q,
             k,
             v,
-            g.float(),
+            g,
             beta,
             initial_state,
             call,
@@ -399,10 +423,13 @@ def _backward(
     do: torch.Tensor,
     dht: torch.Tensor | None,
     walk: Walk,
+    made: Inputs,
     call: Call,
     wanted: tuple[bool, ...],
     has_state: bool,
+    into: Sequence[torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor | None, ...]:
+    """`into`: memory for the gradients of q, k, v, beta and g."""
     cut, prep, states_in = call.segments, walk.prep, {}
     seqs = cut or call.seqs
     if dht is not None:
@@ -411,8 +438,21 @@ def _backward(
         states_in["leaving"] = _segments.leaving(
             stages, q, k, do, beta, prep, cut, walk.maps, dht, call.scale, call.least
         )
+    if into is None and any(wanted[:5]):
+        like = (q, q.dtype), (k, k.dtype), (v, v.dtype), (beta, made.beta_dtype), (beta, made.g_dtype)
+        into = [empty(x.shape, dtype, made.device) for x, dtype in like]
     y, adj_states, dh0 = stages.adj(
-        q, k, do, beta, prep, seqs, scale=call.scale, dht=dht, need_dh0=wanted[5], **states_in
+        q,
+        k,
+        do,
+        beta,
+        prep,
+        seqs,
+        scale=call.scale,
+        dht=dht,
+        need_dh0=wanted[5],
+        y=None if into is None else into[2],
+        **states_in,
     )
     if not any(wanted[:5]):
         return None, None, None, None, None, dh0
@@ -431,14 +471,8 @@ def _backward(
         l2norm=call.l2norm,
         states_edge=has_state or cut is not None,
         adj_edge=dht is not None or cut is not None,
+        into=into,
     )
-    return dq, dk, dv, dg, dbeta, dh0
-
-
-def _in_dtypes(grads: Sequence[torch.Tensor | None], made: Inputs) -> tuple[torch.Tensor | None, ...]:
-    dq, dk, dv, dg, dbeta, dh0 = grads
-    dg = None if dg is None else dg.to(made.g_dtype)
-    dbeta = None if dbeta is None else dbeta.to(made.beta_dtype)
     return dq, dk, dv, dg, dbeta, dh0
 
 

@@ -149,7 +149,7 @@ def _prepare(
 ) -> Prep:
     cut = None if _in_parts(stages) else cp.cut_of(context.plan, beta.shape[2])
     seqs = call.seqs if cut is None else cut.segments
-    prep: Prep = stages.prep(q, k, g.float(), beta, seqs, l2norm=call.l2norm)
+    prep: Prep = stages.prep(q, k, g, beta, seqs, l2norm=call.l2norm)
     return prep
 
 

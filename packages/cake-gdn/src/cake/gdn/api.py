@@ -194,7 +194,6 @@ def chunk_gated_delta_rule(
         if key is not None:
             _calls.keep(key, call.at(None))
     else:
-        call = call.at(cu_seqlens)
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT:
             check_alignment(q, k, v)
 
@@ -207,7 +206,7 @@ def chunk_gated_delta_rule(
         beta = _gates.beta_sigmoid(beta, allow_neg_eigval)
     if context is not None:
         return _kcp.run(q, k, v, g, beta, call, context), None
-    o, final_state = _autograd.run(q, k, v, g, beta, initial_state, call)
+    o, final_state = _autograd.run(q, k, v, g, beta, initial_state, call, cu_seqlens)
     if state_v_first and final_state is not None:
         final_state = final_state.transpose(-1, -2).contiguous()
     return o, final_state

@@ -21,7 +21,7 @@ import torch
 from cake.core.calls import Planned, differentiated_once
 from cake.core.checks import check_saved, saved_as
 from cake.core.launch import loadable, running_on
-from cake.core.recording import Recording, record
+from cake.core.recording import Recording, empty, know, record
 from cake.core.segments import LEAST, Segments
 from cake.core.sequences import Sequences
 from cake.kda import _route, _stages
@@ -99,15 +99,25 @@ class Walk(NamedTuple):
     maps: tuple[torch.Tensor, ...] = ()
 
 
-def run(tensors: Tensors, call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Output and final state (None unless asked for), on the graph if a backward can follow."""
+def run(
+    tensors: Tensors, call: Call, cu_seqlens: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Output and final state (None unless asked for), on the graph if a backward can follow.
+
+    `cu_seqlens`: as the call was given them.
+    """
     if call.seqs.total:
         _route.note(call.route)
+    boundaries = None
+    if call.seqs.boundaries is None:  # they are on the device alone
+        boundaries = cu_seqlens
+        if not call.played:
+            call = call.at(boundaries)
     if call.differentiable:
         apply: Any = _KimiDeltaAttention.apply
-        o, final_state = apply(*tensors, call)
+        o, final_state = apply(*tensors, boundaries, call)
     elif call.played:
-        o, final_state, _ = _play_forward(tensors, call, "inputs")
+        o, final_state, _ = _play_forward(tensors, boundaries, call, "inputs")
     else:
         o, final_state, _ = forward(tensors, call, save_states=False)
     return o, final_state
@@ -116,18 +126,18 @@ def run(tensors: Tensors, call: Call) -> tuple[torch.Tensor, torch.Tensor | None
 class _KimiDeltaAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        *inputs, call = arguments
+        *inputs, boundaries, call = arguments
         tensors = Tensors(*inputs)
         ctx.set_materialize_grads(False)
         ctx.call, ctx.has_state = call, tensors.initial_state is not None
         tape = call.route.tape
         if call.played:
-            o, final_state, kept = _play_forward(tensors, call, tape)
+            o, final_state, kept = _play_forward(tensors, boundaries, call, tape)
             if tape != "inputs":
                 tensors = tensors._replace(initial_state=None)
-            ctx.save_for_backward(*tensors, call.seqs.cu_device, *kept)
+            ctx.save_for_backward(*tensors, boundaries, *kept)
             # A recording checks what it is given, but not before it has made tables.
-            ctx.saved_as = None if kept else saved_as((*tensors, call.seqs.cu_device))
+            ctx.saved_as = None if kept else saved_as((*tensors, boundaries))
             return o, final_state
         o, final_state, walk = forward(tensors, call, save_states=tape != "inputs")
         # Boundaries on the device are saved too: refilled in place before the backward, they raise there.
@@ -135,7 +145,7 @@ class _KimiDeltaAttention(torch.autograd.Function):
         if tape != "inputs":
             # Only walking again needs its values; the rest of the backward needs to know that it was there.
             saved["initial_state"] = None
-        saved["cu_seqlens"] = call.seqs.cu_device
+        saved["cu_seqlens"] = boundaries
         if walk is not None and tape != "inputs":
             saved["states"] = walk.states
             saved |= dict(zip(_MAPS, walk.maps, strict=False))
@@ -153,15 +163,15 @@ class _KimiDeltaAttention(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         call: Call = ctx.call
         if do is None and dht is None:
-            return (None,) * (len(_INPUTS) + 1)
+            return (None,) * (len(_INPUTS) + 2)
         wanted, every = ctx.needs_input_grad, ctx.saved_tensors  # asked once: a checkpoint unpacks each time
         if call.played:
             *inputs, boundaries = every[: len(_INPUTS) + 1]
             kept = every[len(_INPUTS) + 1 :]
             if ctx.saved_as is not None:
                 _check_saved((*_INPUTS, "cu_seqlens"), (*inputs, boundaries), ctx.saved_as)
-            call = call.at(boundaries)
-            return *_play_backward(Tensors(*inputs), kept, do, dht, call, wanted, ctx.has_state), None
+            x, has_state = Tensors(*inputs), ctx.has_state
+            return *_play_backward(x, boundaries, kept, do, dht, call, wanted, has_state), None, None
         saved = dict(zip(ctx.names, every, strict=True))
         _check_saved(ctx.names, every, ctx.saved_as)
         tensors = Tensors(*[saved[name] for name in _INPUTS])
@@ -172,7 +182,7 @@ class _KimiDeltaAttention(torch.autograd.Function):
         maps = tuple(saved[name] for name in _MAPS if name in saved)
         states = saved.get("states")
         grads = backward(tensors, prep, states, maps, do, dht, call.seqs, call, wanted, ctx.has_state)
-        return (*grads, None)
+        return (*grads, None, None)
 
 
 def _check_saved(names: Sequence[str], saved: Sequence[torch.Tensor | None], made: list[Any]) -> None:
@@ -184,34 +194,43 @@ def _check_saved(names: Sequence[str], saved: Sequence[torch.Tensor | None], mad
 
 
 def _play_forward(
-    x: Tensors, call: Call, tape: str
-) -> tuple[Any, torch.Tensor | None, tuple[torch.Tensor, ...]]:
-    """`forward` of a recording. What is kept beside inputs: what the tape adds, in one tensor, and tables."""
+    x: Tensors, boundaries: torch.Tensor | None, call: Call, tape: str
+) -> tuple[Any, torch.Tensor | None, tuple[torch.Tensor | None, ...]]:
+    """`forward` of a recording. Kept: what the tape adds to inputs, in one tensor, and host tables."""
     stages, seqs = _stages.stages(call.route.backend), call.seqs
-    library, plan = stages.library(), stages.tables(call.segments or seqs, x.v.device)
+    library, plan = stages.library(), _host_tables(stages, call, x.v.device)
     recording = call.recordings.get(tape)
     if recording is None or recording.source is not library:
 
         def run(*given: Any) -> tuple[Sequence[Any], Sequence[Any]]:
-            x = Tensors(*given[:-1])
+            x = Tensors(*given[: len(_INPUTS)])
             prep, save = _prepare(stages, x, call, seqs), tape != "inputs"
             final = call.output_final_state
             o, final_state, walk = _walk(
                 stages, x, prep, seqs, call, output_final_state=final, save_states=save
             )
-            kept = (walk.states, *walk.maps) if save else ()
+            made = None if plan is not None else prep.plan
+            kept = (made, walk.states, *walk.maps) if save else ()
             return (o, final_state), (*kept, *prep[:-1]) if tape == "all" else kept
 
-        given = dict(zip((*_INPUTS, "plan"), (*x, plan), strict=True))
+        given = dict(zip((*_INPUTS, "cu_seqlens", "plan"), (*x, boundaries, plan), strict=True))
         recording = record(library, "kda", "forward", x.v.device, given, run)
         call.recordings[tape] = recording
-    (o, final_state), made = recording.play(*x, plan)
+    (o, final_state), made = recording.play(*x, boundaries, plan)
     return o, final_state, () if made is None else (made, plan)
+
+
+def _host_tables(stages: ModuleType, call: Call, device: torch.device) -> torch.Tensor | None:
+    """Tables of boundaries that the host knows, which calls share; others are a part of the recording."""
+    walked = call.segments or call.seqs
+    tables: torch.Tensor | None = None if walked.boundaries is None else stages.tables(walked, device)
+    return tables
 
 
 def _play_backward(
     x: Tensors,
-    kept: Sequence[torch.Tensor],
+    boundaries: torch.Tensor | None,
+    kept: Sequence[torch.Tensor | None],
     do: torch.Tensor | None,
     dht: torch.Tensor | None,
     call: Call,
@@ -225,24 +244,27 @@ def _play_backward(
     given: tuple[Any, ...]
     if kept:
         tape, plan = kept
-        given, tape_of = (*x, do, dht, plan, tape), call.recordings[call.route.tape]
+        given, tape_of = (*x, do, dht, None, plan, tape), call.recordings[call.route.tape]
     else:
-        given = (*x, do, dht, stages.tables(call.segments or seqs, device))
+        given = (*x, do, dht, boundaries, _host_tables(stages, call, device))
     key = wanted, dht is None
     recording = call.recordings.get(key)
     if recording is None or recording.source is not library:
 
         def run(*given: Any) -> tuple[Sequence[Any], Sequence[Any]]:
-            x, (do, dht, _, *tape) = Tensors(*given[: len(_INPUTS)]), given[len(_INPUTS) :]
-            states, *rest = tape[0] if tape else (None,)
+            x, (do, dht, _, plan, *tape) = Tensors(*given[: len(_INPUTS)]), given[len(_INPUTS) :]
+            tables, states, *rest = tape[0] if tape else (None, None)
+            if plan is None and tables is not None:
+                know("plan", tables)
+                plan = tables
             maps = tuple(rest[: len(_MAPS) if call.segments is not None else 0])
             made = None
             if call.route.tape == "all":
-                made = Prep._make((*rest[len(maps) :], given[len(_INPUTS) + 2]))
+                made = Prep._make((*rest[len(maps) :], plan))
             walk = _walk_of(stages, x, made, states, maps, seqs, call)
             return _backward(stages, x, do, dht, walk, seqs, call, wanted, has_state), ()
 
-        names = (*_INPUTS, "do", "dht", "plan", "tape")[: len(given)]
+        names = (*_INPUTS, "do", "dht", "cu_seqlens", "plan", "tape")[: len(given)]
         recording = record(
             library,
             "kda",
@@ -374,8 +396,12 @@ def _backward(
     call: Call,
     wanted: tuple[bool, ...],
     has_state: bool,
+    into: Sequence[torch.Tensor] | None = None,
 ) -> Sequence[torch.Tensor | None]:
-    """Gradients of the inputs that are wanted, those of beta and of the gate's parameters in fp32."""
+    """Gradients of the inputs that are wanted, those of the gate's parameters in fp32.
+
+    into: memory for those of q, k, v, beta and g.
+    """
     cut, prep, leaving = call.segments, walk.prep, {}
     if dht is not None:
         dht = dht.contiguous()
@@ -383,8 +409,14 @@ def _backward(
         m, live = walk.maps
         b = stages.adj_transfer(do, x.beta, prep, cut, live, dht=dht, least=call.least)
         leaving["leaving"] = stages.chain(b, m, live, prep, cut, adjoint=True)
-    y, adj_states, dh0 = stages.adj(do, x.beta, prep, cut or seqs, dht=dht, need_dh0=wanted[5], **leaving)
-    if not any((*wanted[:5], *wanted[6:])):
+    needed = any((*wanted[:5], *wanted[6:]))
+    if into is None and needed:
+        into = [empty(given.shape, given.dtype, given.device) for given in (x.q, x.k, x.v, x.beta, x.g)]
+    y = None if into is None else into[2]
+    y, adj_states, dh0 = stages.adj(
+        do, x.beta, prep, cut or seqs, dht=dht, need_dh0=wanted[5], y=y, **leaving
+    )
+    if not needed:
         return None, None, None, None, None, dh0, None, None
     dq, dk, dv, dbeta, dg, partials = stages.out(
         x.q,
@@ -403,6 +435,7 @@ def _backward(
         l2norm=call.l2norm,
         states_edge=has_state or cut is not None,
         adj_edge=dht is not None or cut is not None,
+        into=into,
     )
     da_log, dbias = None, None
     if wanted[6] or wanted[7]:

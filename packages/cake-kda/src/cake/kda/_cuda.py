@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from cake.core import loader, state_chain
-from cake.core.launch import stream_of
 from cake.core.recording import empty, launch, scratch
 from cake.core.segments import Segments
 from cake.core.sequences import CHUNK, Sequences
@@ -231,7 +230,7 @@ def reduce(partials: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def tables(seqs: Sequences, device: torch.device) -> torch.Tensor:
     """What the kernels read of sequences and chunks, int32."""
-    return plan_tables(seqs, device, stream_of(device), _plans)
+    return plan_tables(seqs, device, _plans)
 
 
 def library() -> Any:

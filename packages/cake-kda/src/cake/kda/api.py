@@ -228,7 +228,6 @@ def chunk_kda(
         if key is not None:
             _calls.keep(key, call.at(None))
     else:
-        call = call.at(cu_seqlens)
         if (q.data_ptr() | k.data_ptr() | v.data_ptr() | g.data_ptr()) % ALIGNMENT:
             check_alignment(("q", q), ("k", k), ("v", v), ("g", g))
 
@@ -241,7 +240,7 @@ def chunk_kda(
     given = _autograd.Tensors(q, k, v, g, beta, initial_state, A_log, dt_bias)
     if context is not None:
         return _kcp.run(given, call, context), None
-    o, final_state = _autograd.run(given, call)
+    o, final_state = _autograd.run(given, call, cu_seqlens)
     if state_v_first and final_state is not None:
         final_state = final_state.transpose(-1, -2).contiguous()
     return o, final_state
