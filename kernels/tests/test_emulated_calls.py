@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from cake.core import config, sequences, workspace
+from cake.core import config, sequences, split_projection, workspace
 from cake.core.calls import Memo
 from cake.core.testing import assert_bitwise_equal, poisoned_empty
 
@@ -147,7 +147,35 @@ def test_boundaries_on_the_device(op: Op, monkeypatch: Any, recompute: bool) -> 
     cu_seqlens = torch.tensor((0, 70, 70, 101, 199), dtype=torch.int32)
     other = op.results(cu_seqlens=cu_seqlens, cu_seqlens_cpu=None, recompute_state=recompute)
     assert not torch.equal(other["o"], expected["o"])
-    assert len(op.api._calls._made) == 1
+    assert len(set(op.api._calls._made.values())) == 1
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["save", "recompute"])
+def test_the_gradient_of_a_projection(op: Op, recompute: bool) -> None:
+    """Written where its parts' gradients lie in it, all in the dtype of their inputs."""
+    op.inputs["g"], op.inputs["beta"] = op.inputs["g"].bfloat16(), op.inputs["beta"].bfloat16()
+    names = ("q", "k", "v", "g", "beta")
+    parts = [op.inputs[name] for name in names]
+    arguments = {"cu_seqlens_cpu": BOUNDS, "use_qk_l2norm_in_kernel": True, "recompute_state": recompute}
+    seen: list[int] = []
+    with poisoned_empty():
+        apart = op.results(final=False, **arguments)
+        expected = torch.cat([apart[name].flatten(2) for name in names], -1)
+        columns = torch.cat([x.flatten(2) for x in parts], -1)
+        room = -columns.shape[-1] % 8  # rows are aligned to 16 bytes
+        for _ in range(2):
+            leaf = torch.nn.functional.pad(columns, (0, room)).requires_grad_()
+            *views, _ = split_projection(leaf.view_as(leaf), *[x.shape[2:] for x in parts], room)
+            seen.clear()
+            for view in views:
+                view.register_hook(lambda grad: seen.append(grad.data_ptr()))
+            given = {**op.inputs, **dict(zip(names, views, strict=True))}
+            op.call(**given, **arguments)[0].backward(op.do)
+            assert_bitwise_equal("the gradient", leaf.grad[..., : columns.shape[-1]], expected)
+            assert leaf.grad[..., columns.shape[-1] :].count_nonzero() == 0
+            assert sorted(at - leaf.grad.data_ptr() for at in seen) == sorted(
+                view.data_ptr() - leaf.data_ptr() for view in views
+            )
 
 
 def test_without_a_gradient(op: Op, one_by_one: Any) -> None:
@@ -171,7 +199,7 @@ def test_scratch_comes_from_the_workspace(op: Op, one_by_one: Any) -> None:
 
 def test_another_library_records_again(op: Op, monkeypatch: Any) -> None:
     op.results()
-    (call,) = op.api._calls._made.values()
+    call, *_ = op.api._calls._made.values()
     before = dict(call.recordings)
     op.results()
     assert call.recordings == before
@@ -180,6 +208,33 @@ def test_another_library_records_again(op: Op, monkeypatch: Any) -> None:
     op.results()
     assert len(before) == len(call.recordings) == 2
     assert all(call.recordings[key] is not found for key, found in before.items())
+
+
+def test_calls_that_look_alike_are_told_apart(op: Op) -> None:
+    """By their recordings: dtypes, strides, and what is refused."""
+    op.results()
+    floats = {name: op.inputs[name].bfloat16() for name in ("g", "beta")}
+    op.inputs |= floats
+    narrow = op.results()
+    assert narrow["beta"].dtype is torch.bfloat16
+    op.inputs |= {name: x.float() for name, x in floats.items()}
+    wide = op.results()
+    assert wide["beta"].dtype is torch.float32
+    assert_same(op.results(), wide)
+    for name in ("q", "v"):
+        x = op.inputs[name]
+        op.inputs[name] = torch.cat([x, x], -1)[..., :128]
+        assert_same({**op.results(), name: wide[name]}, wide)
+        op.inputs[name] = torch.stack([x, x], -1)[..., 0]
+        with pytest.raises(ValueError, match="last axis"), torch.no_grad():
+            op.call(**op.inputs, cu_seqlens_cpu=BOUNDS, use_qk_l2norm_in_kernel=True)
+        op.inputs[name] = x.half()
+        with pytest.raises(TypeError, match=f"{name} must be bfloat16"):
+            op.results()
+        op.inputs[name] = x
+    op.inputs["q"] = None
+    with pytest.raises(TypeError, match="q must be"), torch.no_grad():
+        op.call(**op.inputs, cu_seqlens_cpu=BOUNDS, use_qk_l2norm_in_kernel=True)
 
 
 def test_a_tape_that_came_back_otherwise_is_refused_before_a_launch(op: Op) -> None:

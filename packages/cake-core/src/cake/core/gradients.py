@@ -169,6 +169,17 @@ class Layout:
             made.append(buffer)
         return [made[i].as_strided(shape, strides, first) for i, shape, strides, first in self.places]
 
+    def place(self, *gradients: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
+        """Copies of gradients in such memory, for a backend that writes them elsewhere."""
+        given = [x for x in gradients if x is not None]
+        if not given:
+            return gradients
+        made = self.empty(given[0].device)
+        for x, gradient in zip(made, gradients, strict=True):
+            if gradient is not None:
+                x.copy_(gradient)
+        return [None if x is None else placed for x, placed in zip(gradients, made, strict=True)]
+
 
 def layout_of(*inputs: torch.Tensor) -> Layout | None:
     """Where gradients of inputs are best written; None if contiguously, each in memory of its own.

@@ -18,6 +18,7 @@ import torch
 
 from cake.core.calls import Planned, differentiated_once
 from cake.core.checks import check_saved, saved_as
+from cake.core.gradients import Layout, layout_of
 from cake.core.launch import loadable, running_on
 from cake.core.recording import Recording, empty, record
 from cake.core.segments import Segments
@@ -31,13 +32,17 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 
 class Inputs(NamedTuple):
-    """Extents of a call's inputs."""
+    """Extents of a call's inputs.
+
+    layout: where gradients of q, k, v, beta and g are to lie; None if contiguously.
+    """
 
     q_shape: torch.Size
     v_shape: torch.Size
     g_dtype: torch.dtype
     beta_dtype: torch.dtype
     device: torch.device
+    layout: Layout | None = None
 
     def state_shape(self, seqs: Sequences) -> tuple[int, ...]:
         return seqs.n, self.v_shape[2], self.q_shape[3], self.v_shape[3]
@@ -137,7 +142,7 @@ class _GatedDeltaRule(torch.autograd.Function):
         else:
             o, final_state, tape = forward(q, k, v, g, beta, initial_state, call)
         ctx.call, ctx.has_state = call, initial_state is not None
-        ctx.inputs = Inputs(q.shape, v.shape, g.dtype, beta.dtype, v.device)
+        ctx.inputs = Inputs(q.shape, v.shape, g.dtype, beta.dtype, v.device, layout_of(q, k, v, beta, g))
         # Boundaries on the device are saved too: refilled in place before the backward, they raise there.
         saved = (q, k, v, beta, boundaries, *(tape or (g, initial_state)))
         ctx.save_for_backward(*saved)
@@ -207,7 +212,11 @@ def backward(
             walk = _walk_again(stages, q, k, v, beta, g, initial_state, call)
         else:
             walk = Walk(Prep(*tape[:5]), tape[5], tuple(tape[6:]))
-        return _backward(stages, q, k, v, beta, do, dht, walk, made, call, wanted, has_state)
+        grads = _backward(stages, q, k, v, beta, do, dht, walk, made, call, wanted, has_state)
+        if made.layout is None or not any(wanted[:5]):
+            return grads
+        dq, dk, dv, dg, dbeta, dh0 = grads
+        return _in_order(made.layout.place(dq, dk, dv, dbeta, dg), dh0)
 
 
 def _play_forward(
@@ -249,7 +258,9 @@ def _play_forward(
 
         names = ("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens", "plan")
         given = dict(zip(names, (q, k, v, g, beta, initial_state, boundaries, plan), strict=True))
-        recording = call.recordings[save_states] = record(library, "gdn", "forward", device, given, run)
+        recording = call.recordings[save_states] = record(
+            library, "gdn", "forward", device, given, run, rows=("q", "k", "v")
+        )
     (o, final_state), tape = recording.play(q, k, v, g, beta, initial_state, boundaries, plan)
     return o, final_state, () if tape is None else (tape, plan)
 
@@ -279,31 +290,37 @@ def _play_backward(
     stages, device = _stages.stages(call.route.backend), made.device
     do = v.new_zeros(v.shape) if do is None else loadable(do)
     library, again = stages.library(), call.route.recompute_state
+    into = made.layout.empty(device) if made.layout is not None and any(wanted[:5]) else ()
     given: tuple[Any, ...]
     if again:
         g, initial_state = tape
         plan = _host_tables(stages, call, device)
-        given = q, k, v, beta, do, dht, boundaries, plan, g, initial_state
+        given = *into, q, k, v, beta, do, dht, boundaries, plan, g, initial_state
     else:
         states, plan = tape
-        given = q, k, v, beta, do, dht, None, plan, states
-    key = wanted, dht is None
+        given = *into, q, k, v, beta, do, dht, None, plan, states
+    key = wanted, dht is None, not into
     recording = call.recordings.get(key)
     if recording is None or recording.source is not library:
 
-        def run(
-            q: Any, k: Any, v: Any, beta: Any, do: Any, dht: Any, _: Any, plan: Any, *rest: Any
-        ) -> tuple[Sequence[Any], Sequence[Any]]:
+        def run(*given: Any) -> tuple[Sequence[Any], Sequence[Any]]:
+            results = given[: len(into)]
+            q, k, v, beta, do, dht, _, plan, *rest = given[len(into) :]
             if again:
                 g, initial_state = rest
                 walk = _walk_again(stages, q, k, v, beta, g, initial_state, call)
             else:
                 ((t, b, rq, rk, tables, states, *maps),) = rest
                 walk = Walk(Prep(t, b, rq, rk, tables if plan is None else plan), states, tuple(maps))
-            grads = _backward(stages, q, k, v, beta, do, dht, walk, made, call, wanted, has_state)
+            grads = _backward(
+                stages, q, k, v, beta, do, dht, walk, made, call, wanted, has_state, into=results or None
+            )
+            if results:
+                return grads[5:], ()
             return [x if need else None for x, need in zip(grads, wanted, strict=False)], ()
 
         names = (
+            *("dq", "dk", "dv", "dbeta", "dg")[: len(into)],
             "q",
             "k",
             "v",
@@ -325,7 +342,14 @@ def _play_backward(
             whose="the backward's saved ",
         )
     grads, _ = recording.play(*given)
-    return tuple(grads)
+    return _in_order(into, *grads) if into else tuple(grads)
+
+
+def _in_order(
+    into: Sequence[torch.Tensor | None], dh0: torch.Tensor | None
+) -> tuple[torch.Tensor | None, ...]:
+    dq, dk, dv, dbeta, dg = into
+    return dq, dk, dv, dg, dbeta, dh0
 
 
 def _forward(

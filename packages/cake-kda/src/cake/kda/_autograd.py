@@ -20,6 +20,7 @@ import torch
 
 from cake.core.calls import Planned, differentiated_once
 from cake.core.checks import check_saved, saved_as
+from cake.core.gradients import Layout, layout_of
 from cake.core.launch import loadable, running_on
 from cake.core.recording import Recording, empty, know, record
 from cake.core.segments import LEAST, Segments
@@ -130,6 +131,7 @@ class _KimiDeltaAttention(torch.autograd.Function):
         tensors = Tensors(*inputs)
         ctx.set_materialize_grads(False)
         ctx.call, ctx.has_state = call, tensors.initial_state is not None
+        ctx.layout = layout_of(tensors.q, tensors.k, tensors.v, tensors.beta, tensors.g)
         tape = call.route.tape
         if call.played:
             o, final_state, kept = _play_forward(tensors, boundaries, call, tape)
@@ -170,8 +172,8 @@ class _KimiDeltaAttention(torch.autograd.Function):
             kept = every[len(_INPUTS) + 1 :]
             if ctx.saved_as is not None:
                 _check_saved((*_INPUTS, "cu_seqlens"), (*inputs, boundaries), ctx.saved_as)
-            x, has_state = Tensors(*inputs), ctx.has_state
-            return *_play_backward(x, boundaries, kept, do, dht, call, wanted, has_state), None, None
+            x, has_state, layout = Tensors(*inputs), ctx.has_state, ctx.layout
+            return *_play_backward(x, boundaries, kept, do, dht, call, wanted, has_state, layout), None, None
         saved = dict(zip(ctx.names, every, strict=True))
         _check_saved(ctx.names, every, ctx.saved_as)
         tensors = Tensors(*[saved[name] for name in _INPUTS])
@@ -182,7 +184,15 @@ class _KimiDeltaAttention(torch.autograd.Function):
         maps = tuple(saved[name] for name in _MAPS if name in saved)
         states = saved.get("states")
         grads = backward(tensors, prep, states, maps, do, dht, call.seqs, call, wanted, ctx.has_state)
-        return (*grads, None, None)
+        if ctx.layout is not None:
+            dq, dk, dv, dg, dbeta, *rest = grads
+            grads = (*_in_order(ctx.layout.place(dq, dk, dv, dbeta, dg)), *rest)
+        return (*(x if need else None for x, need in zip(grads, wanted, strict=False)), None, None)
+
+
+def _in_order(into: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+    dq, dk, dv, dbeta, dg = into
+    return dq, dk, dv, dg, dbeta
 
 
 def _check_saved(names: Sequence[str], saved: Sequence[torch.Tensor | None], made: list[Any]) -> None:
@@ -214,7 +224,7 @@ def _play_forward(
             return (o, final_state), (*kept, *prep[:-1]) if tape == "all" else kept
 
         given = dict(zip((*_INPUTS, "cu_seqlens", "plan"), (*x, boundaries, plan), strict=True))
-        recording = record(library, "kda", "forward", x.v.device, given, run)
+        recording = record(library, "kda", "forward", x.v.device, given, run, rows=("q", "k", "v", "g"))
         call.recordings[tape] = recording
     (o, final_state), made = recording.play(*x, boundaries, plan)
     return o, final_state, () if made is None else (made, plan)
@@ -236,22 +246,25 @@ def _play_backward(
     call: Call,
     wanted: tuple[bool, ...],
     has_state: bool,
+    layout: Layout | None,
 ) -> Sequence[torch.Tensor | None]:
     """`backward` of a recording, from what `_play_forward` kept."""
     stages, seqs, device = _stages.stages(call.route.backend), call.seqs, x.v.device
     do = x.v.new_zeros(x.v.shape) if do is None else loadable(do)
     library, tape_of = stages.library(), None
+    into = () if layout is None else tuple(layout.empty(device))
     given: tuple[Any, ...]
     if kept:
         tape, plan = kept
-        given, tape_of = (*x, do, dht, None, plan, tape), call.recordings[call.route.tape]
+        given, tape_of = (*into, *x, do, dht, None, plan, tape), call.recordings[call.route.tape]
     else:
-        given = (*x, do, dht, boundaries, _host_tables(stages, call, device))
-    key = wanted, dht is None
+        given = (*into, *x, do, dht, boundaries, _host_tables(stages, call, device))
+    key = wanted, dht is None, not into
     recording = call.recordings.get(key)
     if recording is None or recording.source is not library:
 
         def run(*given: Any) -> tuple[Sequence[Any], Sequence[Any]]:
+            results, given = given[: len(into)], given[len(into) :]
             x, (do, dht, _, plan, *tape) = Tensors(*given[: len(_INPUTS)]), given[len(_INPUTS) :]
             tables, states, *rest = tape[0] if tape else (None, None)
             if plan is None and tables is not None:
@@ -262,9 +275,11 @@ def _play_backward(
             if call.route.tape == "all":
                 made = Prep._make((*rest[len(maps) :], plan))
             walk = _walk_of(stages, x, made, states, maps, seqs, call)
-            return _backward(stages, x, do, dht, walk, seqs, call, wanted, has_state), ()
+            grads = _backward(stages, x, do, dht, walk, seqs, call, wanted, has_state, results or None)
+            return grads[len(results) :], ()
 
-        names = (*_INPUTS, "do", "dht", "cu_seqlens", "plan", "tape")[: len(given)]
+        names = ("dq", "dk", "dv", "dbeta", "dg")[: len(into)]
+        names = (*names, *_INPUTS, "do", "dht", "cu_seqlens", "plan", "tape")[: len(given)]
         recording = record(
             library,
             "kda",
@@ -277,6 +292,8 @@ def _play_backward(
         )
         call.recordings[key] = recording
     grads, _ = recording.play(*given)
+    if into:
+        grads = [grad if need else None for grad, need in zip(_in_order(into), wanted, strict=False)] + grads
     return _in_dtypes(grads, x)
 
 
