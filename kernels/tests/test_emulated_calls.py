@@ -138,6 +138,7 @@ def test_boundaries_on_the_device(op: Op, monkeypatch: Any, recompute: bool) -> 
     monkeypatch.setattr(op.api.sequences, "of_call", unseen)
     # What a GPU's tensor does, whose values nobody reads.
     monkeypatch.setattr(op.api, "key_of", lambda tensors, cu, cpu, settings: settings)
+    monkeypatch.setattr(op.api, "near_key_of", lambda tensors, cu, cpu, settings: ("near", settings))
     for _ in range(2):
         cu_seqlens = torch.tensor(BOUNDS, dtype=torch.int32)
         with poisoned_empty():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cake.core import config
-from cake.core.calls import Memo, Planned, key_of, layouts
+from cake.core.calls import Memo, Planned, key_of, layouts, near_key_of
 from cake.core.segments import Segments, cut_unseen
 from cake.core.sequences import Sequences, packed, packed_on_device
 
@@ -97,3 +97,20 @@ def test_a_memo_passes_over_what_can_be_no_key():
     memo: Memo[int] = Memo()
     assert memo.keep([1], 1) == 1
     assert memo.get([1]) is None
+
+
+def near(x, other=None, cu_seqlens=None, cu_seqlens_cpu=None, settings=(1.0,)):
+    return near_key_of((x, x, x, other), cu_seqlens, cu_seqlens_cpu, settings)
+
+
+def test_a_near_key_leaves_out_what_recordings_see():
+    x, cpu = torch.zeros(1, 4), torch.tensor([0, 1, 4])
+    assert near(x) == near(torch.zeros(4, 1, dtype=torch.float64).T)
+    keys = [near(x), near(x, x), near(x, cu_seqlens_cpu=cpu), near(x, settings=(2.0,)), near(x[:, :2])]
+    keys += [near(x.to("meta")), near(torch.zeros(1, 4, requires_grad=True))]
+    keys.append(near(x, cu_seqlens=cpu.to("meta")))
+    with torch.no_grad():
+        keys.append(near(x))
+    assert len({*keys}) == len(keys)
+    assert near(x, [1.0]) is None
+    assert near(x, cu_seqlens=cpu.to("meta"), cu_seqlens_cpu=cpu) is None

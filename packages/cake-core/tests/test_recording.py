@@ -71,7 +71,7 @@ def test_recorded_nothing_is_launched(library: Library) -> None:
     ((device, index, arguments, views, calls),) = library.made
     assert (device, index) == (1, 0)
     # x, no state, the result, no second one, tape, scratch, stream.
-    assert arguments == [("x", 2, 32, 3, 5), (), (), (), (), (), ()]
+    assert arguments == [("x", False, 2, 32, 3, 5), (), (), (), (), (), ()]
     assert views == [(4, 0, 2, 32, 2, 5), (5, 0, 4, 16, 5, 3)]
     ((entry, *operands),) = calls
     assert entry == library.walk
@@ -116,9 +116,9 @@ def test_a_tape_opens_into_the_pieces_that_it_was_made_of(library: Library) -> N
         return (None,), ()
 
     given = {"x": torch.zeros(3, 5), "tape": torch.zeros(40, dtype=torch.uint8)}
-    record(library, "op", "backward", CPU, given, run, tape_of=forward, whose="the saved ")
+    record(library, "op", "backward", CPU, given, run, rows=("x",), tape_of=forward, whose="the saved ")
     _, _, arguments, views, calls = library.made[1]
-    assert arguments[:2] == [("the saved x", 2, 32, 3, 5), ("the saved tape", 1, 8, 40)]
+    assert arguments[:2] == [("the saved x", True, 2, 32, 3, 5), ("the saved tape", False, 1, 8, 40)]
     assert views == [(1, 0, 2, 32, 2, 5)]
     assert calls[0][1] == ("view", 0)
 

@@ -17,7 +17,7 @@ from cake.core import config
 from cake.core.segments import Segments
 from cake.core.sequences import Sequences, known_boundaries
 
-__all__ = ["Layout", "Memo", "Planned", "differentiated_once", "key_of", "layouts"]
+__all__ = ["Layout", "Memo", "Planned", "differentiated_once", "key_of", "layouts", "near_key_of"]
 
 T = TypeVar("T")
 P = TypeVar("P", bound="Planned")
@@ -56,20 +56,54 @@ def key_of(
     layout = layouts(tensors if cu_seqlens is None else (*tensors, cu_seqlens))
     if layout is None:
         return None
+    return layout, _known(cu_seqlens, cu_seqlens_cpu), settings, *_modes()
+
+
+def near_key_of(
+    tensors: Sequence[Any],
+    cu_seqlens: torch.Tensor | None,
+    cu_seqlens_cpu: torch.Tensor | Sequence[int] | None,
+    settings: tuple[Any, ...],
+) -> tuple[Any, ...] | None:
+    """What decides a call but for what its recording sees, at a quarter of the time of `key_of`.
+
+    A call that is found by it may be another one, whose recording refuses these tensors (`Otherwise`). None
+    where a recording doesn't see all of them.
+
+    Args:
+        tensors: q, k, v and more, every one of them an argument of the recording, or None. What the key holds
+            of their metadata keeps calls of several shapes and devices from taking turns.
+        cu_seqlens, cu_seqlens_cpu, settings: as of `key_of`.
+    """
+    if cu_seqlens is not None and cu_seqlens_cpu is not None:
+        return None
+    try:
+        return (
+            tensors[0].device,
+            tuple([None if x is None else x.requires_grad for x in tensors]),
+            *[x.shape for x in tensors[:3]],
+            cu_seqlens is None,
+            _known(cu_seqlens, cu_seqlens_cpu),
+            settings,
+            *_modes(),
+        )
+    except AttributeError:
+        return None  # one of them is no tensor
+
+
+def _known(
+    cu_seqlens: torch.Tensor | None, cu_seqlens_cpu: torch.Tensor | Sequence[int] | None
+) -> tuple[int, ...] | None:
     given = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
-    known = None
+    if given is None:
+        return None
     if type(given) is torch.Tensor and given.is_cpu and given.dtype in _INDICES and given.dim() == 1:
-        known = tuple(given.tolist())  # what the line below gives, at a third of its time
-    elif given is not None:
-        known = known_boundaries(cu_seqlens, cu_seqlens_cpu)
-    return (
-        layout,
-        known,
-        settings,
-        config.stamp,
-        torch.is_grad_enabled(),
-        torch.are_deterministic_algorithms_enabled(),
-    )
+        return tuple(given.tolist())  # what the line below gives, at a third of its time
+    return known_boundaries(cu_seqlens, cu_seqlens_cpu)
+
+
+def _modes() -> tuple[Any, ...]:
+    return config.stamp, torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled()
 
 
 def differentiated_once(fn: Callable[..., Any]) -> Callable[..., Any]:

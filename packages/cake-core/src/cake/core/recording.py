@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import threading
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from cake.core import workspace
 from cake.core.launch import stream_of
 
 __all__ = [
+    "Otherwise",
     "Recording",
     "address",
     "call",
@@ -49,6 +50,10 @@ _CODES = {
     torch.bfloat16: (4, 16),
 }
 _DEVICES = {"cpu": 1, "cuda": 2}
+
+
+class Otherwise(RuntimeError):
+    """A tensor isn't what a recording was made of; nothing was launched."""
 
 
 class Extents(NamedTuple):
@@ -190,8 +195,8 @@ class Recording:
             given: the tensors that the recording was made of, or others like them; None in the same places.
 
         Raises:
-            RuntimeError: a tensor of another shape, dtype or device, before any launch; or a failed launch.
-            ValueError: a stride or an address that a kernel can't load.
+            Otherwise: a tensor of another shape, dtype or device, or rows that kernels can't load.
+            RuntimeError: a failed launch.
         """
         if self.dense:
             given = tuple([x.contiguous() if i in self.dense else x for i, x in enumerate(given)])
@@ -205,7 +210,9 @@ class Recording:
                 scratch = workspace.take(self.op, self.role, size, torch.uint8, device)
             else:
                 scratch = bytes_like.new_empty(self.scratch_bytes)
-        self.entry(*given, *made, tape, scratch, stream_of(self.device))
+        wrong = self.entry(*given, *made, tape, scratch, stream_of(self.device))
+        if wrong is not None:
+            raise Otherwise(wrong)
         return made, tape
 
 
@@ -216,6 +223,8 @@ def record(
     device: torch.device,
     given: dict[str, torch.Tensor | None],
     run: Callable[..., tuple[Sequence[StandIn | None], Sequence[StandIn | None]]],
+    *,
+    rows: Collection[str] = (),
     tape_of: Recording | None = None,
     whose: str = "",
 ) -> Recording:
@@ -230,6 +239,7 @@ def record(
             "cu_seqlens", unless "plan" is there (`cake.core.tables`).
         run: runs stages on stand-ins of `given`, in their order, and returns results and what a tape keeps.
             With `tape_of` the last one of `given` is a tape, and `run` gets its pieces as one sequence.
+        rows: which of `given` kernels load 16 bytes at a time, as `cake.core.launch.is_aligned` has it.
         tape_of: the recording that made that tape.
         whose: what errors say before the name of a tensor.
     """
@@ -274,7 +284,7 @@ def record(
         for entry, *operands in recorder.calls
     ]
     checked = [
-        () if x is None else (whose + name, *_CODES[x.dtype], *x.shape)
+        () if x is None else (whose + name, name in rows, *_CODES[x.dtype], *x.shape)
         for name, x in zip(given, stands, strict=True)
     ]
     unchecked = [()] * (len(results) + 3)

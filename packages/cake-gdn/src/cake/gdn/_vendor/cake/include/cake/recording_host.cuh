@@ -20,15 +20,16 @@ using tvm::ffi::String;
 
 class Recording {
  public:
-  // `arguments`: for each argument nothing, where it is passed on as it comes, or (name, dtype code, bits, sizes...), which
-  // a tensor on `device` must have. `views`: contiguous tensors inside arguments, (argument, first byte, dtype code, bits,
-  // sizes...). `calls`: (function, argument...): constants as they are, ("argument", i) and ("view", i).
+  // `arguments`: for each argument nothing, where it is passed on as it comes, or (name, whether its rows are loaded 16 bytes
+  // at once, dtype code, bits, sizes...), which a tensor on `device` must have. `views`: contiguous tensors inside arguments,
+  // (argument, first byte, dtype code, bits, sizes...). `calls`: (function, argument...): constants as they are,
+  // ("argument", i) and ("view", i).
   Recording(DLDevice device, const Array<Array<Any>>& arguments, const Array<Array<Any>>& views,
             const Array<Array<Any>>& calls)
       : device_(device) {
     for (const Array<Any>& x : arguments) {
       Given given;
-      if (x.size()) given.extents = Extents(x, 1), given.name = x[0].cast<String>();
+      if (x.size()) given.extents = Extents(x, 2), given.name = x[0].cast<String>(), given.rows = x[1].cast<bool>();
       given.checked = x.size() > 0;
       arguments_.push_back(std::move(given));
     }
@@ -41,11 +42,15 @@ class Recording {
     }
   }
 
-  void operator()(PackedArgs args, Any*) const {
+  // Plays the calls, or returns the name of an argument that isn't what it must be.
+  void operator()(PackedArgs args, Any* result) const {
     if (args.size() != static_cast<int>(arguments_.size()))
       TVM_FFI_THROW(ValueError) << "a recording of " << arguments_.size() << " arguments got " << args.size();
     for (int i = 0; i < args.size(); ++i)
-      if (arguments_[i].checked) check(arguments_[i], args[i].cast<TensorView>());
+      if (arguments_[i].checked && !fits(arguments_[i], args[i].cast<TensorView>())) {
+        *result = String(otherwise(arguments_[i], args[i].cast<TensorView>()));
+        return;
+      }
     std::vector<DLTensor> views(views_.size());
     for (size_t i = 0; i < views_.size(); ++i) {
       const Extents& x = views_[i].extents;
@@ -86,7 +91,7 @@ class Recording {
     }
   };
   struct Given {
-    bool checked = false;
+    bool checked = false, rows = false;
     std::string name;
     Extents extents;
   };
@@ -111,15 +116,23 @@ class Recording {
     return {view ? kView : kArgument, (*place)[1].cast<int64_t>(), nullptr};
   }
 
-  void check(const Given& wanted, const TensorView& x) const {
+  bool fits(const Given& wanted, const TensorView& x) const {
     const Extents& extents = wanted.extents;
     bool same = x.ndim() == static_cast<int>(extents.sizes.size()) && x.dtype().code == extents.dtype.code &&
                 x.dtype().bits == extents.dtype.bits && x.device().device_type == device_.device_type &&
                 x.device().device_id == device_.device_id;
     for (int i = 0; same && i < x.ndim(); ++i) same = x.size(i) == extents.sizes[i];
-    if (!same)
-      TVM_FFI_THROW(RuntimeError) << wanted.name << " must be " << text(extents.dtype, extents.sizes, device_)
-                                  << ", got " << text(x.dtype(), {x.shape().begin(), x.shape().end()}, x.device());
+    if (same && x.ndim() == 1) return x.size(0) <= 1 || x.stride(0) == 1;
+    if (!same || !wanted.rows) return same;
+    same = x.stride(x.ndim() - 1) == 1 && reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0;
+    for (int i = 0; same && i + 1 < x.ndim(); ++i) same = x.stride(i) * (extents.dtype.bits / 8) % 16 == 0;
+    return same;
+  }
+
+  std::string otherwise(const Given& wanted, const TensorView& x) const {
+    return wanted.name + " must be " + text(wanted.extents.dtype, wanted.extents.sizes, device_) +
+           (wanted.rows ? " in rows of 16 bytes" : "") + ", got " +
+           text(x.dtype(), {x.shape().begin(), x.shape().end()}, x.device());
   }
 
   static std::string text(DLDataType dtype, const std::vector<int64_t>& sizes, DLDevice device) {
@@ -136,7 +149,8 @@ class Recording {
   size_t most_ = 0;
 };
 
-// A function that plays the calls, in order, for the arguments that it is given. All of them are checked before the first one.
+// A function that plays the calls, in order, for the arguments that it is given, and returns nothing. All of them are checked
+// before the first call; if one isn't what it must be, it returns what is wrong in place of making any.
 inline Function record(int64_t device_type, int64_t device_id, Array<Array<Any>> arguments, Array<Array<Any>> views,
                        Array<Array<Any>> calls) {
   const DLDevice device{static_cast<DLDeviceType>(device_type), static_cast<int32_t>(device_id)};
