@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from cake.core import config, sequences, split_projection, workspace
+from cake.core import config, loader, sequences, split_projection, workspace
 from cake.core.calls import Memo
 from cake.core.testing import assert_bitwise_equal, poisoned_empty
 
@@ -18,11 +18,10 @@ class Op:
     """A call of an op, its kernels run by the emulator."""
 
     def __init__(self, name: str, monkeypatch: Any, emulate: Any) -> None:
-        self.name = name
         self.api = __import__(f"cake.{name}.api", fromlist=["api"])
         self.autograd = __import__(f"cake.{name}._autograd", fromlist=["_autograd"])
         stages = __import__(f"cake.{name}._stages", fromlist=["_stages"])
-        self.cuda = emulate(__import__(f"cake.{name}._cuda", fromlist=["_cuda"]))
+        emulate(__import__(f"cake.{name}._cuda", fromlist=["_cuda"]))
         monkeypatch.setattr(stages, "backend_name", lambda *asked: "cuda")
         monkeypatch.setattr(self.api, "_calls", Memo())
         self.call = self.api.chunk_gated_delta_rule if name == "gdn" else self.api.chunk_kda
@@ -53,16 +52,6 @@ class Op:
         outputs = ([o, ht], [self.do, dht]) if final else ([o], [self.do])
         grads = torch.autograd.grad(outputs[0], list(leaves.values()), outputs[1])
         return {"o": o, **({"ht": ht} if final else {}), **dict(zip(leaves, grads, strict=True))}
-
-
-class Other:
-    """A library like another one."""
-
-    def __init__(self, library: Any) -> None:
-        self.library = library
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.library, name)
 
 
 def assert_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -198,14 +187,13 @@ def test_scratch_comes_from_the_workspace(op: Op, one_by_one: Any) -> None:
         assert workspace.release() > 0
 
 
-def test_another_library_records_again(op: Op, monkeypatch: Any) -> None:
+def test_a_library_that_is_loaded_again_records_again(op: Op) -> None:
     op.results()
     call, *_ = op.api._calls._made.values()
     before = dict(call.recordings)
     op.results()
     assert call.recordings == before
-    # As after `hooks.release()`.
-    monkeypatch.setattr(op.cuda, "library", lambda: Other(op.cuda._library(f"{op.name}_prep")))
+    loader.release()
     op.results()
     assert len(before) == len(call.recordings) == 2
     assert all(call.recordings[key] is not found for key, found in before.items())

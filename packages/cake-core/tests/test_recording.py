@@ -85,7 +85,7 @@ def test_played_it_allocates_once_for_each_purpose(library: Library) -> None:
     made = recorded(library, x=torch.zeros(3, 5))
     x = torch.ones(3, 5)
     with poisoned_empty():
-        (o, none), tape = made.play(x, None)
+        (o, none), tape = made.play((x, None))
     assert none is None
     assert o.isnan().all()
     assert (o.shape, o.dtype) == ((3, 5), FP32)
@@ -99,7 +99,7 @@ def test_played_it_allocates_once_for_each_purpose(library: Library) -> None:
 def test_what_a_stage_wants_contiguous_is_made_so(library: Library) -> None:
     made = recorded(library, x=torch.zeros(3, 5), state=torch.zeros(2, 4).T)
     state = torch.arange(8.0).view(2, 4).T
-    made.play(torch.zeros(5, 3).T, state)
+    made.play((torch.zeros(5, 3).T, state))
     x, got, *_ = library.played[0]
     assert not x.is_contiguous()
     assert got.is_contiguous()
@@ -145,9 +145,9 @@ def test_scratch_is_the_workspaces(library: Library) -> None:
     made = recorded(library, x=torch.zeros(3, 5))
     with config.temporary(cake_workspace_pool_bytes=1 << 20):
         before = workspace.stats()
-        made.play(torch.zeros(3, 5), None)
+        made.play((torch.zeros(3, 5), None))
         library.played.clear()
-        made.play(torch.zeros(3, 5), None)
+        made.play((torch.zeros(3, 5), None))
         now = workspace.stats()
         assert (now.misses - before.misses, now.hits - before.hits) == (1, 1)
         assert now.bytes_held == 30

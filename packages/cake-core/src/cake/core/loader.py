@@ -53,6 +53,9 @@ class _State:
 
 _state = _State({}, {}, {}, 0)
 _lock = threading.RLock()
+epoch = 0
+"""How often the process has forgotten what it loaded: whoever holds a library asks again in another epoch."""
+
 _count_lock = threading.Lock()
 
 
@@ -319,7 +322,9 @@ def loaded() -> tuple[Loaded, ...]:
 
 def release() -> None:
     """Forget what was loaded and prebuilt: the next use looks at sources and cache again."""
+    global epoch
     with _lock:
         _state.modules.clear()
         _state.info.clear()
         _state.ready.clear()
+        epoch += 1

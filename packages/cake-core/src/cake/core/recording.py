@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cake.core import workspace
+from cake.core import loader, workspace
 from cake.core.launch import stream_of
 
 __all__ = [
@@ -166,21 +166,25 @@ def know(name: str, x: Any) -> None:
 class Recording:
     """See the module.
 
-    source: the library that plays it; another one, as after `loader.release()`, needs another recording.
+    epoch: of the loader (`loader.epoch`) whose library plays it; in another one a call records again.
+    given: extents of the tensors that it was made of.
     results: of each result an empty tensor of its dtype and its shape, or None where there is none. Asking a
         tensor for new memory takes half the time of `torch.empty`.
     bytes_like: an empty tensor of bytes.
+    casts: results that are wanted in another dtype, and that.
     dense: which of the given tensors the stages want to be contiguous.
     tape: pieces of the tape, as the stages numbered them; None in place of what isn't there.
     tape_bytes, scratch_bytes: None where there is none of it.
     """
 
-    source: Any
+    epoch: int
+    given: tuple[Extents | None, ...]
     op: str
     role: str
     device: torch.device
     results: tuple[tuple[torch.Tensor, tuple[int, ...]] | None, ...]
     bytes_like: torch.Tensor
+    casts: tuple[tuple[int, torch.dtype], ...]
     dense: tuple[int, ...]
     tape: tuple[Piece | None, ...]
     tape_bytes: int | None
@@ -188,7 +192,7 @@ class Recording:
     entry: Callable[..., Any]
     held: tuple[Any, ...]
 
-    def play(self, *given: Any) -> tuple[list[torch.Tensor | None], torch.Tensor | None]:
+    def play(self, given: tuple[Any, ...]) -> tuple[list[Any], torch.Tensor | None]:
         """Allocates and launches; results, and the tape.
 
         Args:
@@ -217,7 +221,7 @@ class Recording:
 
 
 def record(
-    source: Any,
+    library: Any,
     op: str,
     role: str,
     device: torch.device,
@@ -226,23 +230,26 @@ def record(
     *,
     rows: Collection[str] = (),
     tape_of: Recording | None = None,
+    dtypes: Sequence[torch.dtype | None] = (),
     whose: str = "",
 ) -> Recording:
     """Records what `run` does.
 
     Args:
-        source: an op's library that exports `<op>_recording`.
+        library: an op's library that exports `<op>_recording`.
         op: its name.
         role: of the scratch in the workspace.
         device: where the call runs.
         given: the tensors that each call hands in, by the names that errors call them. Tables are made of
             "cu_seqlens", unless "plan" is there (`cake.core.tables`).
         run: runs stages on stand-ins of `given`, in their order, and returns results and what a tape keeps.
-            With `tape_of` the last one of `given` is a tape, and `run` gets its pieces as one sequence.
+            With `tape_of`, "tape" is the tape of that recording, and `run` gets its pieces as a sequence.
         rows: which of `given` kernels load 16 bytes at a time, as `cake.core.launch.is_aligned` has it.
         tape_of: the recording that made that tape.
+        dtypes: of the results, as a call wants them.
         whose: what errors say before the name of a tensor.
     """
+    epoch = loader.epoch
     stands = [None if x is None else StandIn(x.shape, x.dtype, device) for x in given.values()]
     for i, x in enumerate(stands):
         if x is not None:
@@ -260,8 +267,9 @@ def record(
         there = [
             (x, p.first) for x, p in zip(kept, tape_of.tape, strict=True) if x is not None and p is not None
         ]
-        inside(len(stands) - 1, there)
-        arguments[-1] = kept
+        place = list(given).index("tape")
+        inside(place, there)
+        arguments[place] = kept
     assert _active.recorder is None
     recorder = _active.recorder = _Recorder(dict(zip(given, stands, strict=True)))
     try:
@@ -289,7 +297,8 @@ def record(
     ]
     unchecked = [()] * (len(results) + 3)
     return Recording(
-        source=source,
+        epoch=epoch,
+        given=tuple(None if x is None else x.extents for x in stands),
         op=op,
         role=role,
         device=device,
@@ -297,11 +306,16 @@ def record(
             None if x is None else (torch.empty(0, dtype=x.dtype, device=device), x.shape) for x in results
         ),
         bytes_like=torch.empty(0, dtype=torch.uint8, device=device),
+        casts=tuple(
+            (i, dtype)
+            for i, (x, dtype) in enumerate(zip(results, dtypes, strict=False))
+            if x is not None and dtype is not None and x.dtype is not dtype
+        ),
         dense=tuple(i for i, x in enumerate(stands) if x is not None and x.dense),
         tape=tuple(None if x is None else Piece(at[id(x)], x.extents) for x in keep),
         tape_bytes=tape_bytes if tape else None,
         scratch_bytes=scratch_bytes if rest else None,
-        entry=getattr(source, f"{op}_recording")(
+        entry=getattr(library, f"{op}_recording")(
             _DEVICES[device.type], device.index or 0, checked + unchecked, views, calls
         ),
         held=tuple(recorder.held),

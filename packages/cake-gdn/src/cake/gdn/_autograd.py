@@ -3,8 +3,7 @@
 With `recompute_state` off the forward saves q, k, v, beta, its `Prep` and the tape of states; with it on, its
 inputs alone, and the backward runs the same `prep` and `scan` again: the bits are the same by construction.
 
-`forward` and `backward` run the stages one by one. On a GPU a call outside of a tracer plays what they
-recorded for the first one like it (`cake.core.recording`), and what is saved is one tensor.
+Here the stages run one by one; where kernels run them, `_run` plays what they recorded.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from cake.core.calls import Planned, differentiated_once
 from cake.core.checks import check_saved, saved_as
 from cake.core.gradients import Layout, layout_of
 from cake.core.launch import loadable, running_on
-from cake.core.recording import Recording, empty, record
+from cake.core.recording import Recording, empty
 from cake.core.segments import Segments
 from cake.core.tables import plan_words
-from cake.gdn import _route, _segments, _stages
+from cake.gdn import _segments, _stages
 from cake.gdn._route import Route
 from cake.gdn._stages import Prep
 from cake.gdn.plan import CHUNK, Sequences
@@ -81,6 +80,11 @@ class Call(Planned):
         return self.route.backend == "cuda" and self.seqs.total > 0
 
     @property
+    def tape(self) -> str:
+        """What a forward leaves for its backward."""
+        return "inputs" if self.route.recompute_state else "states"
+
+    @property
     def least(self) -> float | None:
         """Log of the decay below which a pre-scan looks no further back; None where states may grow."""
         return _segments.LEAST[self.route.variant] if self.l2norm else None
@@ -94,26 +98,11 @@ def run(
     beta: torch.Tensor,
     initial_state: torch.Tensor | None,
     call: Call,
-    cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Output and final state (None unless asked for), on the graph if a backward can follow.
-
-    `cu_seqlens`: as the call was given them.
-    """
-    if call.seqs.total:
-        _route.note(call.route)
-    boundaries = None
-    if call.seqs.boundaries is None:  # they are on the device alone
-        boundaries = cu_seqlens
-        if not call.played:
-            call = call.at(boundaries)
+    """Output and final state (None unless asked for), on the graph if a backward can follow."""
     if call.differentiable:
         apply: Any = _GatedDeltaRule.apply
-        o, final_state = apply(q, k, v, g, beta, initial_state, boundaries, call)
-    elif call.played:
-        o, final_state, _ = _play_forward(
-            q, k, v, g, beta, initial_state, boundaries, call, save_states=False
-        )
+        o, final_state = apply(q, k, v, g, beta, initial_state, call)
     else:
         o, final_state, _ = _forward(q, k, v, g, beta, initial_state, call, save_states=False)
     return o, final_state
@@ -129,25 +118,16 @@ class _GatedDeltaRule(torch.autograd.Function):
         g: torch.Tensor,
         beta: torch.Tensor,
         initial_state: torch.Tensor | None,
-        boundaries: torch.Tensor | None,
         call: Call,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         ctx.set_materialize_grads(False)
-        tape: tuple[torch.Tensor | None, ...]
-        if call.played:
-            save = not call.route.recompute_state
-            o, final_state, tape = _play_forward(
-                q, k, v, g, beta, initial_state, boundaries, call, save_states=save
-            )
-        else:
-            o, final_state, tape = forward(q, k, v, g, beta, initial_state, call)
+        o, final_state, tape = forward(q, k, v, g, beta, initial_state, call)
         ctx.call, ctx.has_state = call, initial_state is not None
         ctx.inputs = Inputs(q.shape, v.shape, g.dtype, beta.dtype, v.device, layout_of(q, k, v, beta, g))
         # Boundaries on the device are saved too: refilled in place before the backward, they raise there.
-        saved = (q, k, v, beta, boundaries, *(tape or (g, initial_state)))
+        saved = (q, k, v, beta, call.seqs.cu_device, *(tape or (g, initial_state)))
         ctx.save_for_backward(*saved)
-        # A recording checks what it is given.
-        ctx.saved_as = None if call.played and tape else saved_as(saved)
+        ctx.saved_as = saved_as(saved)
         return o, final_state
 
     @staticmethod
@@ -156,18 +136,15 @@ class _GatedDeltaRule(torch.autograd.Function):
         ctx: Any, do: torch.Tensor | None, dht: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         if do is None and dht is None:
-            return (None,) * 8
+            return (None,) * 7
         saved = ctx.saved_tensors
         call: Call = ctx.call
-        if ctx.saved_as is not None and saved_as(saved) != ctx.saved_as:
+        if saved_as(saved) != ctx.saved_as:
             check_tape(saved, ctx.inputs, call, ctx.has_state)
         q, k, v, beta, boundaries, *tape = saved
         wanted, made, has_state = ctx.needs_input_grad, ctx.inputs, ctx.has_state
-        if call.played:
-            grads = _play_backward(q, k, v, beta, boundaries, tape, do, dht, made, call, wanted, has_state)
-        else:
-            grads = backward(q, k, v, beta, tape, do, dht, made, call.at(boundaries), wanted, has_state)
-        return (*[x if need else None for x, need in zip(grads, wanted, strict=False)], None, None)
+        grads = backward(q, k, v, beta, tape, do, dht, made, call.at(boundaries), wanted, has_state)
+        return (*[x if need else None for x, need in zip(grads, wanted, strict=False)], None)
 
 
 def forward(
@@ -209,140 +186,14 @@ def backward(
     with running_on(made.device):
         if call.route.recompute_state:
             g, initial_state = tape
-            walk = _walk_again(stages, q, k, v, beta, g, initial_state, call)
+            walk = walk_again(stages, q, k, v, beta, g, initial_state, call)
         else:
             walk = Walk(Prep(*tape[:5]), tape[5], tuple(tape[6:]))
-        grads = _backward(stages, q, k, v, beta, do, dht, walk, made, call, wanted, has_state)
+        grads = walk_backward(stages, q, k, v, beta, do, dht, walk, made, call, wanted, has_state)
         if made.layout is None or not any(wanted[:5]):
             return grads
         dq, dk, dv, dg, dbeta, dh0 = grads
         return _in_order(made.layout.place(dq, dk, dv, dbeta, dg), dh0)
-
-
-def _play_forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    boundaries: torch.Tensor | None,
-    call: Call,
-    *,
-    save_states: bool,
-) -> tuple[Any, torch.Tensor | None, tuple[torch.Tensor | None, ...]]:
-    """`forward` of a recording. The tape: what a backward needs, in one tensor, and tables of the host."""
-    stages, device = _stages.stages(call.route.backend), v.device
-    library, plan = stages.library(), _host_tables(stages, call, device)
-    recording = call.recordings.get(save_states)
-    if recording is None or recording.source is not library:
-
-        def run(
-            q: Any, k: Any, v: Any, g: Any, beta: Any, initial_state: Any, *_: Any
-        ) -> tuple[Sequence[Any], Sequence[Any]]:
-            o, final_state, walk = _walk(
-                stages,
-                q,
-                k,
-                v,
-                g,
-                beta,
-                initial_state,
-                call,
-                output_final_state=call.output_final_state,
-                save_states=save_states,
-            )
-            t, b, rq, rk, tables = walk.prep
-            kept = (t, b, rq, rk, None if plan is not None else tables, walk.states, *walk.maps)
-            return (o, final_state), kept if save_states else ()
-
-        names = ("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens", "plan")
-        given = dict(zip(names, (q, k, v, g, beta, initial_state, boundaries, plan), strict=True))
-        recording = call.recordings[save_states] = record(
-            library, "gdn", "forward", device, given, run, rows=("q", "k", "v")
-        )
-    (o, final_state), tape = recording.play(q, k, v, g, beta, initial_state, boundaries, plan)
-    return o, final_state, () if tape is None else (tape, plan)
-
-
-def _host_tables(stages: ModuleType, call: Call, device: torch.device) -> torch.Tensor | None:
-    """Tables of boundaries that the host knows, which calls share; others are a part of the recording."""
-    walked = call.segments or call.seqs
-    tables: torch.Tensor | None = None if walked.boundaries is None else stages.tables(walked, device)
-    return tables
-
-
-def _play_backward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    beta: torch.Tensor,
-    boundaries: torch.Tensor | None,
-    tape: Sequence[Any],
-    do: torch.Tensor | None,
-    dht: torch.Tensor | None,
-    made: Inputs,
-    call: Call,
-    wanted: tuple[bool, ...],
-    has_state: bool,
-) -> tuple[torch.Tensor | None, ...]:
-    """`backward` of a recording, from the tape of `_play_forward`."""
-    stages, device = _stages.stages(call.route.backend), made.device
-    do = v.new_zeros(v.shape) if do is None else loadable(do)
-    library, again = stages.library(), call.route.recompute_state
-    into = made.layout.empty(device) if made.layout is not None and any(wanted[:5]) else ()
-    given: tuple[Any, ...]
-    if again:
-        g, initial_state = tape
-        plan = _host_tables(stages, call, device)
-        given = *into, q, k, v, beta, do, dht, boundaries, plan, g, initial_state
-    else:
-        states, plan = tape
-        given = *into, q, k, v, beta, do, dht, None, plan, states
-    key = wanted, dht is None, not into
-    recording = call.recordings.get(key)
-    if recording is None or recording.source is not library:
-
-        def run(*given: Any) -> tuple[Sequence[Any], Sequence[Any]]:
-            results = given[: len(into)]
-            q, k, v, beta, do, dht, _, plan, *rest = given[len(into) :]
-            if again:
-                g, initial_state = rest
-                walk = _walk_again(stages, q, k, v, beta, g, initial_state, call)
-            else:
-                ((t, b, rq, rk, tables, states, *maps),) = rest
-                walk = Walk(Prep(t, b, rq, rk, tables if plan is None else plan), states, tuple(maps))
-            grads = _backward(
-                stages, q, k, v, beta, do, dht, walk, made, call, wanted, has_state, into=results or None
-            )
-            if results:
-                return grads[5:], ()
-            return [x if need else None for x, need in zip(grads, wanted, strict=False)], ()
-
-        names = (
-            *("dq", "dk", "dv", "dbeta", "dg")[: len(into)],
-            "q",
-            "k",
-            "v",
-            "beta",
-            "do",
-            "dht",
-            "cu_seqlens",
-            "plan",
-            *(("g", "initial_state") if again else ("tape",)),
-        )
-        recording = call.recordings[key] = record(
-            library,
-            "gdn",
-            "backward",
-            device,
-            dict(zip(names, given, strict=True)),
-            run,
-            tape_of=None if again else call.recordings[True],
-            whose="the backward's saved ",
-        )
-    grads, _ = recording.play(*given)
-    return _in_order(into, *grads) if into else tuple(grads)
 
 
 def _in_order(
@@ -372,7 +223,7 @@ def _forward(
         return v.new_empty(v.shape), final_state, None
     stages = _stages.stages(call.route.backend)
     with running_on(v.device):
-        return _walk(
+        return walk_forward(
             stages,
             q,
             k,
@@ -386,7 +237,7 @@ def _forward(
         )
 
 
-def _walk(
+def walk_forward(
     stages: ModuleType,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -424,7 +275,7 @@ def _walk(
     return o, final_state, Walk(prep, states, maps)
 
 
-def _walk_again(
+def walk_again(
     stages: ModuleType,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -434,11 +285,13 @@ def _walk_again(
     initial_state: torch.Tensor | None,
     call: Call,
 ) -> Walk:
-    _, _, walk = _walk(stages, q, k, v, g, beta, initial_state, call, save_states=True, need_output=False)
+    _, _, walk = walk_forward(
+        stages, q, k, v, g, beta, initial_state, call, save_states=True, need_output=False
+    )
     return walk
 
 
-def _backward(
+def walk_backward(
     stages: ModuleType,
     q: torch.Tensor,
     k: torch.Tensor,

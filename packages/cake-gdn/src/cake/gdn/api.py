@@ -13,7 +13,7 @@ from cake.core.checks import check_number
 from cake.core.launch import ALIGNMENT
 from cake.core.recording import Otherwise
 from cake.core.segments import cut_of_call
-from cake.gdn import _autograd, _gates, _kcp, _stages
+from cake.gdn import _autograd, _gates, _kcp, _run, _stages
 from cake.gdn._checks import (
     check_alignment,
     check_gate,
@@ -233,7 +233,7 @@ def _results(
     q, k, v, g, beta, initial_state = tensors[:6]
     if state_v_first and initial_state is not None:
         initial_state = initial_state.transpose(-1, -2)
-    o, final_state = _autograd.run(q, k, v, g, beta, initial_state, call, cu_seqlens)
+    o, final_state = _run.run(q, k, v, g, beta, initial_state, call, cu_seqlens)
     if state_v_first and final_state is not None:
         final_state = final_state.transpose(-1, -2).contiguous()
     return o, final_state

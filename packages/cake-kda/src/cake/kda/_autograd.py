@@ -5,8 +5,7 @@ Every forward saves its inputs. The tape "states" adds the states before each ch
 and `scan` again. A call that is cut keeps the maps of its segments with the states. The bits are the same by
 construction.
 
-`forward` and `backward` run the stages one by one. On a GPU a call outside of a tracer plays what they
-recorded for the first one like it (`cake.core.recording`), and what a tape adds is one tensor.
+Here the stages run one by one; where kernels run them, `_run` plays what they recorded.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ import torch
 
 from cake.core.calls import Planned, differentiated_once
 from cake.core.checks import check_saved, saved_as
-from cake.core.gradients import Layout, layout_of
+from cake.core.gradients import layout_of
 from cake.core.launch import loadable, running_on
-from cake.core.recording import Recording, empty, know, record
+from cake.core.recording import Recording, empty
 from cake.core.segments import LEAST, Segments
 from cake.core.sequences import Sequences
-from cake.kda import _route, _stages
+from cake.kda import _stages
 from cake.kda._route import Route
 from cake.kda._stages import Gate, Prep
 
 FP32 = torch.float32
-_INPUTS = ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")
-_MAPS = ("m", "live")
+INPUTS = ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")
+MAPS = ("m", "live")
 
 
 class Tensors(NamedTuple):
@@ -83,6 +82,11 @@ class Call(Planned):
         return self.route.backend == "cuda" and self.seqs.total > 0
 
     @property
+    def tape(self) -> str:
+        """What a forward leaves for its backward."""
+        return self.route.tape
+
+    @property
     def least(self) -> float | None:
         """Log of the decay below which a pre-scan looks no further back; None where states may grow."""
         return LEAST[self.route.variant] if self.l2norm else None
@@ -100,25 +104,11 @@ class Walk(NamedTuple):
     maps: tuple[torch.Tensor, ...] = ()
 
 
-def run(
-    tensors: Tensors, call: Call, cu_seqlens: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Output and final state (None unless asked for), on the graph if a backward can follow.
-
-    `cu_seqlens`: as the call was given them.
-    """
-    if call.seqs.total:
-        _route.note(call.route)
-    boundaries = None
-    if call.seqs.boundaries is None:  # they are on the device alone
-        boundaries = cu_seqlens
-        if not call.played:
-            call = call.at(boundaries)
+def run(tensors: Tensors, call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Output and final state (None unless asked for), on the graph if a backward can follow."""
     if call.differentiable:
         apply: Any = _KimiDeltaAttention.apply
-        o, final_state = apply(*tensors, boundaries, call)
-    elif call.played:
-        o, final_state, _ = _play_forward(tensors, boundaries, call, "inputs")
+        o, final_state = apply(*tensors, call)
     else:
         o, final_state, _ = forward(tensors, call, save_states=False)
     return o, final_state
@@ -127,30 +117,22 @@ def run(
 class _KimiDeltaAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        *inputs, boundaries, call = arguments
+        *inputs, call = arguments
         tensors = Tensors(*inputs)
         ctx.set_materialize_grads(False)
         ctx.call, ctx.has_state = call, tensors.initial_state is not None
         ctx.layout = layout_of(tensors.q, tensors.k, tensors.v, tensors.beta, tensors.g)
         tape = call.route.tape
-        if call.played:
-            o, final_state, kept = _play_forward(tensors, boundaries, call, tape)
-            if tape != "inputs":
-                tensors = tensors._replace(initial_state=None)
-            ctx.save_for_backward(*tensors, boundaries, *kept)
-            # A recording checks what it is given, but not before it has made tables.
-            ctx.saved_as = None if kept else saved_as((*tensors, boundaries))
-            return o, final_state
         o, final_state, walk = forward(tensors, call, save_states=tape != "inputs")
         # Boundaries on the device are saved too: refilled in place before the backward, they raise there.
-        saved: dict[str, torch.Tensor | None] = dict(zip(_INPUTS, tensors, strict=True))
+        saved: dict[str, torch.Tensor | None] = dict(zip(INPUTS, tensors, strict=True))
         if tape != "inputs":
             # Only walking again needs its values; the rest of the backward needs to know that it was there.
             saved["initial_state"] = None
-        saved["cu_seqlens"] = boundaries
+        saved["cu_seqlens"] = call.seqs.cu_device
         if walk is not None and tape != "inputs":
             saved["states"] = walk.states
-            saved |= dict(zip(_MAPS, walk.maps, strict=False))
+            saved |= dict(zip(MAPS, walk.maps, strict=False))
             if tape == "all":
                 saved |= walk.prep._asdict()
         ctx.names = tuple(saved)
@@ -165,29 +147,22 @@ class _KimiDeltaAttention(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         call: Call = ctx.call
         if do is None and dht is None:
-            return (None,) * (len(_INPUTS) + 2)
+            return (None,) * (len(INPUTS) + 1)
         wanted, every = ctx.needs_input_grad, ctx.saved_tensors  # asked once: a checkpoint unpacks each time
-        if call.played:
-            *inputs, boundaries = every[: len(_INPUTS) + 1]
-            kept = every[len(_INPUTS) + 1 :]
-            if ctx.saved_as is not None:
-                _check_saved((*_INPUTS, "cu_seqlens"), (*inputs, boundaries), ctx.saved_as)
-            x, has_state, layout = Tensors(*inputs), ctx.has_state, ctx.layout
-            return *_play_backward(x, boundaries, kept, do, dht, call, wanted, has_state, layout), None, None
         saved = dict(zip(ctx.names, every, strict=True))
         _check_saved(ctx.names, every, ctx.saved_as)
-        tensors = Tensors(*[saved[name] for name in _INPUTS])
+        tensors = Tensors(*[saved[name] for name in INPUTS])
         call = call.at(saved["cu_seqlens"])
         prep = None
         if "t" in saved:
             prep = Prep(**{name: saved[name] for name in Prep._fields})
-        maps = tuple(saved[name] for name in _MAPS if name in saved)
+        maps = tuple(saved[name] for name in MAPS if name in saved)
         states = saved.get("states")
         grads = backward(tensors, prep, states, maps, do, dht, call.seqs, call, wanted, ctx.has_state)
         if ctx.layout is not None:
             dq, dk, dv, dg, dbeta, *rest = grads
             grads = (*_in_order(ctx.layout.place(dq, dk, dv, dbeta, dg)), *rest)
-        return (*(x if need else None for x, need in zip(grads, wanted, strict=False)), None, None)
+        return (*(x if need else None for x, need in zip(grads, wanted, strict=False)), None)
 
 
 def _in_order(into: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
@@ -201,100 +176,6 @@ def _check_saved(names: Sequence[str], saved: Sequence[torch.Tensor | None], mad
     for name, x, extents in zip(names, saved, made, strict=True):
         if x is not None and extents is not None:
             check_saved(name, x, *extents)
-
-
-def _play_forward(
-    x: Tensors, boundaries: torch.Tensor | None, call: Call, tape: str
-) -> tuple[Any, torch.Tensor | None, tuple[torch.Tensor | None, ...]]:
-    """`forward` of a recording. Kept: what the tape adds to inputs, in one tensor, and host tables."""
-    stages, seqs = _stages.stages(call.route.backend), call.seqs
-    library, plan = stages.library(), _host_tables(stages, call, x.v.device)
-    recording = call.recordings.get(tape)
-    if recording is None or recording.source is not library:
-
-        def run(*given: Any) -> tuple[Sequence[Any], Sequence[Any]]:
-            x = Tensors(*given[: len(_INPUTS)])
-            prep, save = _prepare(stages, x, call, seqs), tape != "inputs"
-            final = call.output_final_state
-            o, final_state, walk = _walk(
-                stages, x, prep, seqs, call, output_final_state=final, save_states=save
-            )
-            made = None if plan is not None else prep.plan
-            kept = (made, walk.states, *walk.maps) if save else ()
-            return (o, final_state), (*kept, *prep[:-1]) if tape == "all" else kept
-
-        given = dict(zip((*_INPUTS, "cu_seqlens", "plan"), (*x, boundaries, plan), strict=True))
-        recording = record(library, "kda", "forward", x.v.device, given, run, rows=("q", "k", "v", "g"))
-        call.recordings[tape] = recording
-    (o, final_state), made = recording.play(*x, boundaries, plan)
-    return o, final_state, () if made is None else (made, plan)
-
-
-def _host_tables(stages: ModuleType, call: Call, device: torch.device) -> torch.Tensor | None:
-    """Tables of boundaries that the host knows, which calls share; others are a part of the recording."""
-    walked = call.segments or call.seqs
-    tables: torch.Tensor | None = None if walked.boundaries is None else stages.tables(walked, device)
-    return tables
-
-
-def _play_backward(
-    x: Tensors,
-    boundaries: torch.Tensor | None,
-    kept: Sequence[torch.Tensor | None],
-    do: torch.Tensor | None,
-    dht: torch.Tensor | None,
-    call: Call,
-    wanted: tuple[bool, ...],
-    has_state: bool,
-    layout: Layout | None,
-) -> Sequence[torch.Tensor | None]:
-    """`backward` of a recording, from what `_play_forward` kept."""
-    stages, seqs, device = _stages.stages(call.route.backend), call.seqs, x.v.device
-    do = x.v.new_zeros(x.v.shape) if do is None else loadable(do)
-    library, tape_of = stages.library(), None
-    into = () if layout is None else tuple(layout.empty(device))
-    given: tuple[Any, ...]
-    if kept:
-        tape, plan = kept
-        given, tape_of = (*into, *x, do, dht, None, plan, tape), call.recordings[call.route.tape]
-    else:
-        given = (*into, *x, do, dht, boundaries, _host_tables(stages, call, device))
-    key = wanted, dht is None, not into
-    recording = call.recordings.get(key)
-    if recording is None or recording.source is not library:
-
-        def run(*given: Any) -> tuple[Sequence[Any], Sequence[Any]]:
-            results, given = given[: len(into)], given[len(into) :]
-            x, (do, dht, _, plan, *tape) = Tensors(*given[: len(_INPUTS)]), given[len(_INPUTS) :]
-            tables, states, *rest = tape[0] if tape else (None, None)
-            if plan is None and tables is not None:
-                know("plan", tables)
-                plan = tables
-            maps = tuple(rest[: len(_MAPS) if call.segments is not None else 0])
-            made = None
-            if call.route.tape == "all":
-                made = Prep._make((*rest[len(maps) :], plan))
-            walk = _walk_of(stages, x, made, states, maps, seqs, call)
-            grads = _backward(stages, x, do, dht, walk, seqs, call, wanted, has_state, results or None)
-            return grads[len(results) :], ()
-
-        names = ("dq", "dk", "dv", "dbeta", "dg")[: len(into)]
-        names = (*names, *_INPUTS, "do", "dht", "cu_seqlens", "plan", "tape")[: len(given)]
-        recording = record(
-            library,
-            "kda",
-            "backward",
-            device,
-            dict(zip(names, given, strict=True)),
-            run,
-            tape_of=tape_of,
-            whose="the backward's saved ",
-        )
-        call.recordings[key] = recording
-    grads, _ = recording.play(*given)
-    if into:
-        grads = [grad if need else None for grad, need in zip(_in_order(into), wanted, strict=False)] + grads
-    return _in_dtypes(grads, x)
 
 
 def forward(
@@ -311,8 +192,8 @@ def forward(
         return x.v.new_empty(x.v.shape), final_state, None
     stages = _stages.stages(call.route.backend)
     with running_on(x.v.device):
-        prep = _prepare(stages, x, call, seqs)
-        return _walk(
+        prep = prepare(stages, x, call, seqs)
+        return walk_forward(
             stages,
             x,
             prep,
@@ -341,12 +222,12 @@ def backward(
     do = x.v.new_zeros(x.v.shape) if do is None else loadable(do)
     stages = _stages.stages(call.route.backend)
     with running_on(x.v.device):
-        walk = _walk_of(stages, x, prep, states, maps, seqs, call)
-        grads = _backward(stages, x, do, dht, walk, seqs, call, wanted, has_state)
+        walk = walk_of(stages, x, prep, states, maps, seqs, call)
+        grads = walk_backward(stages, x, do, dht, walk, seqs, call, wanted, has_state)
     return tuple(_in_dtypes(grads, x))
 
 
-def _walk_of(
+def walk_of(
     stages: ModuleType,
     x: Tensors,
     prep: Prep | None,
@@ -356,16 +237,16 @@ def _walk_of(
     call: Call,
 ) -> Walk:
     """The walk of a forward from what is left of it."""
-    prep = _prepare(stages, x, call, seqs) if prep is None else prep
+    prep = prepare(stages, x, call, seqs) if prep is None else prep
     if states is None:
-        return _walk(stages, x, prep, seqs, call, save_states=True, need_output=False)[2]
+        return walk_forward(stages, x, prep, seqs, call, save_states=True, need_output=False)[2]
     if call.segments is not None and not maps:
         _, *made = maps_of(stages, x, prep, call.segments, call)
         maps = tuple(made)
     return Walk(prep, states, maps)
 
 
-def _prepare(stages: ModuleType, x: Tensors, call: Call, seqs: Sequences) -> Prep:
+def prepare(stages: ModuleType, x: Tensors, call: Call, seqs: Sequences) -> Prep:
     prep: Prep = stages.prep(
         x.q, x.k, x.g, x.gate(call), x.beta, call.segments or seqs, scale=call.scale, l2norm=call.l2norm
     )
@@ -381,7 +262,7 @@ def maps_of(
     return b, m, live
 
 
-def _walk(
+def walk_forward(
     stages: ModuleType, x: Tensors, prep: Prep, seqs: Sequences, call: Call, **asked: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None, Walk]:
     """What a forward and a backward without a tape have in common. `asked`: as of `scan`."""
@@ -403,7 +284,7 @@ def _walk(
     return o, final_state, Walk(prep, states, maps)
 
 
-def _backward(
+def walk_backward(
     stages: ModuleType,
     x: Tensors,
     do: torch.Tensor,

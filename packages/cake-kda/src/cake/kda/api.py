@@ -14,7 +14,7 @@ from cake.core.launch import ALIGNMENT
 from cake.core.recording import Otherwise
 from cake.core.segments import cut_of_call
 from cake.core.sequences import CHUNK
-from cake.kda import _autograd, _gates, _kcp, _segments, _stages
+from cake.kda import _autograd, _gates, _kcp, _run, _segments, _stages
 from cake.kda._checks import (
     HEAD_DIM,
     check_alignment,
@@ -266,7 +266,7 @@ def _results(
     tensors: tuple[Any, ...], call: _autograd.Call, cu_seqlens: torch.Tensor | None, state_v_first: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Of the arguments; beta is no logit."""
-    o, final_state = _autograd.run(_tensors(tensors, state_v_first), call, cu_seqlens)
+    o, final_state = _run.run(_tensors(tensors, state_v_first), call, cu_seqlens)
     if state_v_first and final_state is not None:
         final_state = final_state.transpose(-1, -2).contiguous()
     return o, final_state
