@@ -97,7 +97,11 @@ class _Node(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         ctx.set_materialize_grads(False)
         (o, final_state), tape, plan = _forward(op, call, inputs, boundaries, call.tape)
-        ctx.op, ctx.call, ctx.layout = op, call, _layout(op, inputs)
+        ctx.op, ctx.call, ctx.layout = op, call, None
+        for x in inputs:
+            if x is not None and not x.is_contiguous():
+                ctx.layout = layout_of(*[inputs[op.inputs.index(name)] for name in op.laid])
+                break
         kept = [x if keep else None for x, keep in zip(inputs, op.kept(call.tape), strict=True)]
         # Boundaries on the device are saved too: refilled in place before the backward, they raise there.
         ctx.save_for_backward(*kept, boundaries, plan, tape)
@@ -130,10 +134,6 @@ class _Node(torch.autograd.Function):
         for i, dtype in recording.casts:
             grads[i] = grads[i].to(dtype)
         return (None, None, None, *grads)
-
-
-def _layout(op: Op, inputs: Sequence[Any]) -> Any:
-    return layout_of(*[inputs[op.inputs.index(name)] for name in op.laid])
 
 
 def _host_tables(op: Op, call: Call, device: torch.device) -> torch.Tensor | None:
