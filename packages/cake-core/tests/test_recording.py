@@ -141,6 +141,28 @@ def test_pieces_lie_without_gaps_and_aligned(library: Library) -> None:
         assert piece.first % alignment == 0
 
 
+def test_what_needs_no_result_may_go_first(library: Library) -> None:
+    def run(x: Any) -> Any:
+        spare, o = scratch("op", "spare", (2,), FP32, CPU), empty((3,), FP32, CPU)
+        launch(library, "walk", CPU, x, spare)
+        launch(library, "walk", CPU, spare, o)
+        return (o,), ()
+
+    made = record(library, "op", "backward", CPU, {"x": torch.zeros(1)}, run, early=True)
+    (_, _, checked, _, first), (_, _, unchecked, _, second) = library.made
+    assert [len(first), len(second)] == [1, 1]
+    assert checked[0] == ("x", False, 2, 32, 1)
+    assert unchecked[0] == ()
+    x = torch.ones(1)
+    (o,), _ = made.play((x,))
+    (x0, no, _, scratch0, _), (x1, o1, _, scratch1, _) = library.played
+    assert x0 is x1 is x
+    assert no is None
+    assert o1 is o
+    assert scratch0 is scratch1
+    assert record(library, "op", "backward", CPU, {"x": x}, run).early is None
+
+
 def test_scratch_is_the_workspaces(library: Library) -> None:
     made = recorded(library, x=torch.zeros(3, 5))
     with config.temporary(cake_workspace_pool_bytes=1 << 20):

@@ -100,7 +100,8 @@ class _Node(torch.autograd.Function):
         ctx.op, ctx.call, ctx.layout = op, call, None
         for x in inputs:
             if x is not None and not x.is_contiguous():
-                ctx.layout = layout_of(*[inputs[op.inputs.index(name)] for name in op.laid])
+                laid: list[Any] = [inputs[op.inputs.index(name)] for name in op.laid]
+                ctx.layout = layout_of(*laid)
                 break
         kept = [x if keep else None for x, keep in zip(inputs, op.kept(call.tape), strict=True)]
         # Boundaries on the device are saved too: refilled in place before the backward, they raise there.
@@ -222,5 +223,6 @@ def _backward(
         stages,
         tape_of=first if call.tape != "inputs" else None,
         dtypes=[None if extents is None else extents.dtype for extents in first.given[:n]],
+        early=True,
         whose="the backward's saved ",
     )

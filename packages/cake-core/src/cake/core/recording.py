@@ -175,6 +175,8 @@ class Recording:
     dense: which of the given tensors the stages want to be contiguous.
     tape: pieces of the tape, as the stages numbered them; None in place of what isn't there.
     tape_bytes, scratch_bytes: None where there is none of it.
+    early: plays what needs no result, before they are allocated; None where nothing is played apart.
+    entry: plays the rest.
     """
 
     epoch: int
@@ -189,6 +191,7 @@ class Recording:
     tape: tuple[Piece | None, ...]
     tape_bytes: int | None
     scratch_bytes: int | None
+    early: Callable[..., Any] | None
     entry: Callable[..., Any]
     held: tuple[Any, ...]
 
@@ -204,7 +207,6 @@ class Recording:
         """
         if self.dense:
             given = tuple([x.contiguous() if i in self.dense else x for i, x in enumerate(given)])
-        made = [x if x is None else x[0].new_empty(x[1]) for x in self.results]
         bytes_like, tape, scratch = self.bytes_like, None, None
         if self.tape_bytes is not None:
             tape = bytes_like.new_empty(self.tape_bytes)
@@ -214,7 +216,13 @@ class Recording:
                 scratch = workspace.take(self.op, self.role, size, torch.uint8, device)
             else:
                 scratch = bytes_like.new_empty(self.scratch_bytes)
-        wrong = self.entry(*given, *made, tape, scratch, stream_of(self.device))
+        stream = stream_of(self.device)
+        wrong = None
+        if self.early is not None:
+            wrong = self.early(*given, *[None] * len(self.results), tape, scratch, stream)
+        if wrong is None:
+            made = [x if x is None else x[0].new_empty(x[1]) for x in self.results]
+            wrong = self.entry(*given, *made, tape, scratch, stream)
         if wrong is not None:
             raise Otherwise(wrong)
         return made, tape
@@ -231,6 +239,7 @@ def record(
     rows: Collection[str] = (),
     tape_of: Recording | None = None,
     dtypes: Sequence[torch.dtype | None] = (),
+    early: bool = False,
     whose: str = "",
 ) -> Recording:
     """Records what `run` does.
@@ -247,6 +256,8 @@ def record(
         rows: which of `given` kernels load 16 bytes at a time, as `cake.core.launch.is_aligned` has it.
         tape_of: the recording that made that tape.
         dtypes: of the results, as a call wants them.
+        early: launch what needs no result before results are allocated. That is one more call into C++, for
+            a GPU that begins the sooner the dearer allocations are.
         whose: what errors say before the name of a tensor.
     """
     epoch = loader.epoch
@@ -296,6 +307,21 @@ def record(
         for name, x in zip(given, stands, strict=True)
     ]
     unchecked = [()] * (len(results) + 3)
+    first = 0
+    if early:
+        of_results = {("argument", n + i) for i in range(len(results))}
+        needing = (
+            i
+            for i, made in enumerate(calls)
+            if of_results.intersection(x for x in made[1:] if type(x) is tuple)
+        )
+        first = next(needing, 0)
+
+    def player(checks: list[Any], some: list[Any]) -> Callable[..., Any]:
+        make = getattr(library, f"{op}_recording")
+        played: Callable[..., Any] = make(_DEVICES[device.type], device.index or 0, checks, views, some)
+        return played
+
     return Recording(
         epoch=epoch,
         given=tuple(None if x is None else x.extents for x in stands),
@@ -315,9 +341,8 @@ def record(
         tape=tuple(None if x is None else Piece(at[id(x)], x.extents) for x in keep),
         tape_bytes=tape_bytes if tape else None,
         scratch_bytes=scratch_bytes if rest else None,
-        entry=getattr(library, f"{op}_recording")(
-            _DEVICES[device.type], device.index or 0, checked + unchecked, views, calls
-        ),
+        early=player(checked + unchecked, calls[:first]) if first else None,
+        entry=player([()] * n + unchecked if first else checked + unchecked, calls[first:]),
         held=tuple(recorder.held),
     )
 
