@@ -16,9 +16,10 @@ import torch
 
 from cake.core import loader
 from cake.core.calls import differentiated_once
+from cake.core.checks import check_saved
 from cake.core.gradients import layout_of
 from cake.core.launch import loadable
-from cake.core.recording import Recording, StandIn, know, known, record
+from cake.core.recording import Extents, Recording, StandIn, know, known, record
 from cake.core.segments import Segments
 from cake.core.sequences import Sequences
 
@@ -185,6 +186,11 @@ def _backward(
     wanted: tuple[bool, ...],
 ) -> Recording:
     first, device, n = call.recordings[call.tape], do.device, len(op.inputs)
+    # What a recording is made of is what it checks from then on.
+    made = [*first.given, None if first.tape_bytes is None else Extents((first.tape_bytes,), torch.uint8)]
+    for name, x, extents in zip((*op.inputs, "cu_seqlens", "plan", "tape"), saved, made, strict=True):
+        if x is not None and extents is not None:
+            check_saved(name, x, *extents, first.device)
 
     def stages(*given: Any) -> tuple[Sequence[Any], Sequence[Any]]:
         results, given = given[: len(into)], given[len(into) :]
