@@ -112,8 +112,8 @@ class TestTape:
         if device.type == "cuda":  # in one piece; kernels keep whole chunks
             states = 4 * 2 * 128 * 256
             prep = 4 * 2 * 64 * (3 * 256 + 2 * 128) + 4 * 2 * 512 + 2 * 135 * 4
-            assert beside[0] == (states,)
-            assert everything[0] == (states + prep,)
+            assert beside[-1] == (states,)
+            assert everything[-1] == (states + prep,)
         else:
             assert beside == [(4, 2, 128, 128)]
             prep = {(2, 135, 128), (2, 135, 64), (4, 2, 128), (1, 135)}
