@@ -2,6 +2,7 @@
 #include "cake/frag.cuh"
 #include "cake/host.cuh"
 #include "cake/tri.cuh"
+#include "cake/warp_tri.cuh"
 
 namespace cake::tests {
 
@@ -106,6 +107,30 @@ void invert(TensorView l, TensorView x, int64_t stream) {
          dense_f32(x, "x", {64, 64}));
 }
 
+// The same by one warp: x in bf16, all of it.
+static __global__ void __launch_bounds__(32) invert_by_warp_kernel(const float* l, __nv_bfloat16* x) {
+  alignas(128) __shared__ uint8_t tile[kSquareTileBytes];
+  __shared__ WarpTriShared shared;
+  const int lane = threadIdx.x;
+  zero_fill<32>(smem_addr(tile), kSquareTileBytes, lane);
+  invert_unit_lower(shared, smem_addr(tile), lane, [&](int i, int c, float (&n)[4]) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int row = 16 * i + (lane >> 2) + 8 * (e >> 1), column = 8 * c + 2 * (lane & 3) + (e & 1);
+      n[e] = row > column ? -l[64 * row + column] : 0.f;
+    }
+  });
+  __syncwarp();
+  for (int i = lane; i < 64 * 8; i += 32)
+    *reinterpret_cast<uint4*>(x + 8 * i) = ld_shared_16(smem_addr(tile) + group_offset<kChunk>(i / 8, i % 8));
+}
+
+void invert_by_warp(TensorView l, TensorView x, int64_t stream) {
+  DeviceGuard guard(l.device().device_id);
+  launch("invert_by_warp", invert_by_warp_kernel, dim3(1), 32, 0, stream_of(stream), dense_f32(l, "l", {64, 64}),
+         dense_bf16(x, "x", {64, 64}));
+}
+
 // Reads [64 tokens][128] as the transposed fragments that a state warp uses, checks that their places are the
 // documented ones (y receives value(row, column) from there), and writes them back transposed over the tile (z).
 static __global__ void __launch_bounds__(256) transpose_kernel(const __nv_bfloat16* x, float* y, __nv_bfloat16* z) {
@@ -140,6 +165,7 @@ void transpose_channels(TensorView x, TensorView y, TensorView z, int64_t stream
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(wgmma_product, wgmma_product);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(narrow_product, narrow_product);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(invert, invert);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(invert_by_warp, invert_by_warp);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(transpose_channels, transpose_channels);
 
 }  // namespace cake::tests

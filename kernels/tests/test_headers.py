@@ -94,6 +94,20 @@ def test_inverse(library, device, stream, name):
     assert (x.diagonal() == 1).all()
 
 
+@pytest.mark.parametrize("name", lower_triangles())
+def test_inverse_by_a_warp(library, device, stream, name):
+    lower = lower_triangles()[name].to(device)
+    x = torch.full((64, 64), float("nan"), device=device, dtype=torch.bfloat16)
+    library.invert_by_warp(lower, x, stream)
+    unit = torch.eye(64, device=device, dtype=torch.float64)
+    expected = torch.linalg.solve_triangular(unit + lower.double().tril(-1), unit, upper=False)
+    # What bf16 leaves of the value itself, and 2^-17 for each split operand on the way.
+    allowed = expected.abs() * 2**-8 + expected.abs().max() * 1e-4
+    assert ((x.double() - expected).abs() <= allowed).all()
+    assert (x.triu(1) == 0).all()
+    assert (x.diagonal() == 1).all()
+
+
 def test_transposed_fragments(library, device, stream):
     x = torch.randn(64, 128, device=device).bfloat16()
     y = torch.full((128, 64), float("nan"), device=device)
