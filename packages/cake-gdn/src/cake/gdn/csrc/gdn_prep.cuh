@@ -1,28 +1,30 @@
-// gdn_prep: everything of a chunk that needs no state. One CTA per (chunk, q/k head), looping over its v heads.
+// gdn_prep: everything of a chunk that needs no state. One warp per (chunk, q/k head), looping over its v heads.
 //
 //   r_q,i = 1 / sqrt(|q_i|^2 + eps), r_k,i likewise (1 without L2 norm)
 //   b_i   = sum_{j<=i} max(g_j, -88) / ln 2                      inclusive, restarted at the chunk
 //   L_ij  = beta_i (k_i . k_j) r_k,i r_k,j 2^(b_i - b_j)         i > j
 //   T     = (I + L)^-1                                           stored as bf16
 //
-// k . k^T is one wgmma per q/k head on the raw keys (exact products of bf16), its norms are applied to the result.
+// k . k^T is made once per q/k head, of the raw keys (exact products of bf16), and its norms are applied to the result; its
+// diagonal are their squares. Nothing passes from warp to warp: what hides a warp's latencies are the other warps, few
+// enough for each to have many loads on their way.
 // The clamp at -88 is exact in fp32 (e^-88 is at its underflow) and keeps b small enough to subtract.
 #pragma once
 
-#include "cake/frag.cuh"
 #include "cake/seq.cuh"
-#include "cake/tri.cuh"
+#include "cake/warp_tri.cuh"
 
 namespace cake::gdn {
 
 struct PrepArgs {
   View<const __nv_bfloat16> q, k;  // [B, T, H, 128]
-  Scalars g, beta;                 // [B, T, HV]
+  Scalars g, beta;  // [B, T, HV]
   Plan plan;
-  __nv_bfloat16* t;   // [HV, total, 64]
-  float* b;           // [HV, total]
-  float *rq, *rk;     // [H, total]
-  int heads, group;   // H, HV / H
+  __nv_bfloat16* t;  // [HV, total, 64]
+  float* b;  // [HV, total]
+  float *rq, *rk;  // [H, total]
+  int heads, group;  // H, HV / H
+  int parts;  // warps that share a group's v heads
   bool l2norm;
 };
 
@@ -30,176 +32,230 @@ constexpr float kNormEps = 1e-6f;
 constexpr float kLeastGate = -88.f;
 constexpr float kLog2E = 1.4426950408889634f;
 
+constexpr int kPrepWarpsPerSm = 8;
+constexpr int kPrepItems = 132 * kPrepWarpsPerSm;  // warps of an H200 at a time
+
 struct PrepShared {
-  union {
-    alignas(1024) uint8_t k[kTokenTileBytes];  // until its products are made
-    float l[kChunk * kTriStride];
-  };
-  alignas(16) float x[kChunk * kTriStride];
-  float b[kChunk], beta[kChunk], rk[kChunk];
-  float first_half;  // decay of rows 0..31
+  alignas(128) uint8_t t[kSquareTileBytes];
+  float b[kChunk], beta[kChunk];
+  WarpTriShared tri;
+  float4 gram[12][32];  // k k^T but for its diagonal blocks, as its accumulators: there are no registers for it
 };
 
-constexpr int kPrepThreads = 128, kPrepCtasPerSm = 5;
+// Rows of 32 channels: row 8 n + lane / 4 of the chunk in word n, 8 channels to a lane. mma may take the channels in any order
+// that is the same on both sides: these words are its operands as they are, k16 steps of words x, y and z, w.
+struct Rows32 {
+  uint4 row[8];
 
-// 16 lanes hold a row, 8 bf16 each; every lane gets the reciprocal norms of its rows.
-__device__ __forceinline__ void reciprocal_norms(float (&r)[8], const uint4 (&v)[8]) {
+  __device__ __forceinline__ void load(const __nv_bfloat16* x, int64_t stride, int rows, int lane) {
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const uint32_t words[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
-    r[i] = 0.f;
-#pragma unroll
-    for (uint32_t w : words) {
-      r[i] = fmaf(bf16_lo(w), bf16_lo(w), r[i]);
-      r[i] = fmaf(bf16_hi(w), bf16_hi(w), r[i]);
+    for (int n = 0; n < 8; ++n) {
+      const int i = min(8 * n + (lane >> 2), rows - 1);  // past the end, anything finite: beta is 0 there
+      row[n] = __ldg(reinterpret_cast<const uint4*>(x + i * stride + 8 * (lane & 3)));
     }
   }
-#pragma unroll
-  for (int d = 8; d >= 1; d >>= 1)
-#pragma unroll
-    for (int i = 0; i < 8; ++i) r[i] += __shfl_xor_sync(0xffffffffu, r[i], d);
-#pragma unroll
-  for (int i = 0; i < 8; ++i) r[i] = rsqrtf(r[i] + kNormEps);
+};
+
+// Rows 16 i and on as operands A. `none` is 0: where ptxas knows that nothing is computed, it gathers the words anew for every
+// product.
+struct RowOperands {
+  uint32_t a[2][4];
+
+  __device__ __forceinline__ RowOperands(const Rows32& x, int i, uint32_t none) {
+    const uint4 &upper = x.row[2 * i], &lower = x.row[2 * i + 1];
+    a[0][0] = upper.x ^ none, a[0][1] = lower.x ^ none, a[0][2] = upper.y ^ none, a[0][3] = lower.y ^ none;
+    a[1][0] = upper.z ^ none, a[1][1] = lower.z ^ none, a[1][2] = upper.w ^ none, a[1][3] = lower.w ^ none;
+  }
+};
+
+// d += these rows times a row of the chunk in each column.
+__device__ __forceinline__ void add_products(float (&d)[4], const RowOperands& x, const uint4& column) {
+  mma_bf16(d, x.a[0], column.x, column.y);
+  mma_bf16(d, x.a[1], column.z, column.w);
 }
 
-static __global__ void __launch_bounds__(kPrepThreads, kPrepCtasPerSm)
-    prep_kernel(const __grid_constant__ PrepArgs args) {
-  extern __shared__ __align__(1024) uint8_t raw[];
+// Reciprocal norms of the rows whose squares are the diagonal of a block of 16, of which its upper left and lower right quarters
+// are given: for rows lane / 4 + 8 h, and for columns 8 h + 2 (lane % 4) and the next.
+struct Norms {
+  float row[2] = {1.f, 1.f}, column[2][2] = {{1.f, 1.f}, {1.f, 1.f}};
+
+  __device__ __forceinline__ void set(const float (&left)[4], const float (&right)[4], int lane) {
+    const bool odd = (lane >> 2) & 1;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float square = h == 0 ? (odd ? left[1] : left[0]) : (odd ? right[3] : right[2]);
+      const float own = rsqrtf(square + kNormEps);  // of this lane's row, where lane % 4 is half the row
+      row[h] = __shfl_sync(0xffffffffu, own, (lane & ~3) | (lane >> 3));
+#pragma unroll
+      for (int e = 0; e < 2; ++e) column[h][e] = __shfl_sync(0xffffffffu, own, 9 * (lane & 3) + 4 * e);
+    }
+  }
+};
+
+// To 64 consecutive floats.
+__device__ __forceinline__ void store_norms(float* out, const Norms (&x)[4], int rows, int lane) {
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    const int n = lane & 3, row = 16 * i + 8 * n + (lane >> 2);
+    const float value = n == 0 ? x[i].row[0] : n == 1 ? x[i].row[1] : n == 2 ? x[i + 1].row[0] : x[i + 1].row[1];
+    if (row < rows) out[row] = value;
+  }
+}
+
+// Place of a tile of k k^T: block row i, 8 columns c.
+__host__ __device__ constexpr int gram_tile(int i, int c) { return i * (i + 1) + c; }
+
+static __global__ void __launch_bounds__(32, kPrepWarpsPerSm) prep_kernel(const __grid_constant__ PrepArgs args) {
+  extern __shared__ __align__(128) uint8_t raw[];
   PrepShared& s = *reinterpret_cast<PrepShared*>(raw);
-  if (blockIdx.x >= args.plan.chunk_count()) return;  // capacity is an upper bound when boundaries are on the device
-  const Chunk chunk = args.plan.chunk(blockIdx.x);
-  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, head = blockIdx.y;
+  const int chunk_index = blockIdx.x / (args.heads * args.parts), head_part = blockIdx.x % (args.heads * args.parts);
+  if (chunk_index >= args.plan.chunk_count()) return;  // capacity is an upper bound when boundaries are on the device
+  const Chunk chunk = args.plan.chunk(chunk_index);
+  const int lane = threadIdx.x, head = head_part / args.parts, part = head_part % args.parts;
   const int tokens = args.plan.tokens_per_batch;
   const int64_t total = args.plan.total;
-  const uint32_t k_tile = smem_addr(s.k);
-  const bool has_token = tid < chunk.rows;  // thread = token, where gates are concerned
+  const uint32_t tile = smem_addr(s.t), none = static_cast<uint32_t>(args.heads) >> 31;
+  zero_fill<32>(tile, kSquareTileBytes, lane);  // above the diagonal it stays so
 
-  load_rows<16, kPrepThreads>(k_tile, args.k.row(chunk.token, tokens, head), args.k.token_stride, chunk.rows, tid);
-  cp_async_commit();
-  float gate = has_token ? args.g.at(chunk.token + tid, tokens, head * args.group) : 0.f;
-  float beta = has_token ? args.beta.at(chunk.token + tid, tokens, head * args.group) : 0.f;
-
-  // ---- norms of q (from global memory) and k (from its tile), two rows a warp at a time ----
-  if (args.l2norm) {
-    const __nv_bfloat16* q = args.q.row(chunk.token, tokens, head) + 8 * (lane & 15);
-    uint4 v[8];
+  const __nv_bfloat16* q = args.q.row(chunk.token, tokens, head);
+  const __nv_bfloat16* k = args.k.row(chunk.token, tokens, head);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const int row = 16 * warp + 2 * i + (lane >> 4);
-      v[i] = row < chunk.rows ? *reinterpret_cast<const uint4*>(q + row * args.q.token_stride) : make_uint4(0, 0, 0, 0);
-    }
-    float r[8];
-    reciprocal_norms(r, v);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const int row = 16 * warp + 2 * i + (lane >> 4);
-      if ((lane & 15) == 0 && row < chunk.rows) args.rq[head * total + chunk.token + row] = r[i];
-    }
-  } else if (has_token) {
-    args.rq[head * total + chunk.token + tid] = 1.f;
-  }
-  cp_async_wait<0>();
-  fence_proxy_async();
-  __syncthreads();
-  float norm[8] = {1.f, 1.f, 1.f, 1.f, 1.f, 1.f, 1.f, 1.f};
-  if (args.l2norm) {
-    uint4 v[8];
-#pragma unroll
-    for (int i = 0; i < 8; ++i)
-      v[i] = ld_shared_16(k_tile + group_offset<kChunk>(16 * warp + 2 * i + (lane >> 4), lane & 15));
-    reciprocal_norms(norm, v);
-  }
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const int row = 16 * warp + 2 * i + (lane >> 4);
-    if ((lane & 15) == 0) {
-      s.rk[row] = norm[i];
-      if (row < chunk.rows) args.rk[head * total + chunk.token + row] = norm[i];
+  for (int n = 0; n < 4; ++n) {  // all of both at once, whatever there are registers for
+    const int i = 16 * n + (lane >> 1);
+    if (i < chunk.rows) {
+      prefetch_l2(q + i * args.q.token_stride + 64 * (lane & 1));
+      prefetch_l2(k + i * args.k.token_stride + 64 * (lane & 1));
     }
   }
-
-  // ---- normalised k k^T, once for the group ----
-  float kk[32];
-  wgmma_fence();
-  gemm_ss<Major::K, kChunk, Major::K, kChunk, 8>(kk, k_tile, k_tile, false);
-  wgmma_commit();
-  wgmma_wait<0>();
-  pin(kk);
-  __syncthreads();
-  const int row0 = 16 * warp + (lane >> 2);
+  // ---- norms of q: the diagonal of q q^T ----
+  if (part == 0) {
+    Norms norms[4];
+    if (args.l2norm) {
+      float square[8][4] = {};
+      Rows32 rows[2];
+      rows[0].load(q, args.q.token_stride, chunk.rows, lane);
 #pragma unroll
-  for (int c = 0; c < 8; ++c) {
-    const float2 rk = *reinterpret_cast<const float2*>(s.rk + 8 * c + 2 * (lane & 3));
+      for (int c = 0; c < 4; ++c) {
+        if (c < 3) rows[(c + 1) & 1].load(q + 32 * (c + 1), args.q.token_stride, chunk.rows, lane);
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      kk[4 * c + 2 * h] *= s.rk[row0 + 8 * h] * rk.x;
-      kk[4 * c + 2 * h + 1] *= s.rk[row0 + 8 * h] * rk.y;
-    }
-  }
-
-  for (int j = 0; j < args.group; ++j) {
-    const int v_head = head * args.group + j;
-    // ---- gates ----
-    float decay = has_token ? fmaxf(gate, kLeastGate) * kLog2E : 0.f;
+        for (int i = 0; i < 4; ++i) {
+          const RowOperands x(rows[c & 1], i, none);
 #pragma unroll
-    for (int d = 1; d < 32; d <<= 1) {
-      const float up = __shfl_up_sync(0xffffffffu, decay, d);
-      if (lane >= d) decay += up;
-    }
-    if (tid == 31) s.first_half = decay;
-    if (tid < kChunk) s.beta[tid] = beta;
-    __syncthreads();
-    if (tid < kChunk) {
-      if (warp == 1) decay += s.first_half;
-      s.b[tid] = decay;
-      if (has_token) {
-        args.b[v_head * total + chunk.token + tid] = decay;
-        if (j + 1 < args.group) {  // the next v head's, while this one's inverse is made
-          gate = args.g.at(chunk.token + tid, tokens, v_head + 1);
-          beta = args.beta.at(chunk.token + tid, tokens, v_head + 1);
+          for (int n = 2 * i; n < 2 * i + 2; ++n) add_products(square[n], x, rows[c & 1].row[n]);
         }
       }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) norms[i].set(square[2 * i], square[2 * i + 1], lane);
     }
-    __syncthreads();
+    store_norms(args.rq + head * total + chunk.token, norms, chunk.rows, lane);
+  }
 
-    // ---- L, blocks on and below the diagonal ----
+  // ---- normalised k k^T on and below the diagonal, once for the group ----
+  float gram[20][4] = {};
+  {
+    Rows32 rows[2];
+    rows[0].load(k, args.k.token_stride, chunk.rows, lane);
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      if (c < 3) rows[(c + 1) & 1].load(k + 32 * (c + 1), args.k.token_stride, chunk.rows, lane);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const RowOperands x(rows[c & 1], i, none);
+#pragma unroll
+        for (int n = 0; n < 2 * i + 2; ++n) add_products(gram[gram_tile(i, n)], x, rows[c & 1].row[n]);
+      }
+    }
+    Norms norms[4];
+    if (args.l2norm) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) norms[i].set(gram[gram_tile(i, 2 * i)], gram[gram_tile(i, 2 * i + 1)], lane);
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+#pragma unroll
+        for (int n = 0; n < 2 * i + 2; ++n)
+#pragma unroll
+          for (int h = 0; h < 2; ++h)
+#pragma unroll
+            for (int e = 0; e < 2; ++e)
+              gram[gram_tile(i, n)][2 * h + e] *= norms[i].row[h] * norms[n / 2].column[n & 1][e];
+    }
+#pragma unroll
+    for (int i = 1; i < 4; ++i)
+#pragma unroll
+      for (int n = 0; n < 2 * i; ++n) {
+        const auto& x = gram[gram_tile(i, n)];
+        s.gram[i * (i - 1) + n][lane] = make_float4(x[0], x[1], x[2], x[3]);
+      }
+    if (part == 0) store_norms(args.rk + head * total + chunk.token, norms, chunk.rows, lane);
+  }
+
+  // ---- the group's v heads; lane = tokens lane and lane + 32, where gates are concerned ----
+  const int first = head * args.group + part * args.group / args.parts;
+  const int end = head * args.group + (part + 1) * args.group / args.parts;
+  const bool valid[2] = {lane < chunk.rows, lane + 32 < chunk.rows};
+  uint32_t gate[2] = {}, beta[2] = {};  // as they lie in memory, on their way while the v head before is computed
+  const auto load_gates = [&](int v_head) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      if (valid[h]) {
+        gate[h] = args.g.bits(args.g.view.place(chunk.token + 32 * h + lane, tokens, v_head));
+        beta[h] = args.beta.bits(args.beta.view.place(chunk.token + 32 * h + lane, tokens, v_head));
+      }
+  };
+  load_gates(first);
+#pragma unroll 1
+  for (int v_head = first; v_head < end; ++v_head) {
+    float decay[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) decay[h] = valid[h] ? fmaxf(args.g.value(gate[h]), kLeastGate) * kLog2E : 0.f;
+#pragma unroll
+    for (int d = 1; d < 32; d <<= 1)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float up = __shfl_up_sync(0xffffffffu, decay[h], d);
+        if (lane >= d) decay[h] += up;
+      }
+    decay[1] += __shfl_sync(0xffffffffu, decay[0], 31);
+    __syncwarp();  // T before is on its way
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int row = row0 + 8 * h;
-      const float b_row = s.b[row], beta_row = s.beta[row];
-#pragma unroll
-      for (int c = 0; c < 8; ++c) {
-        if (c > 2 * warp + 1) continue;
-        const int column = 8 * c + 2 * (lane & 3);
-        const float2 b = *reinterpret_cast<const float2*>(s.b + column);
-        const float x = row > column ? beta_row * kk[4 * c + 2 * h] * ex2(b_row - b.x) : 0.f;
-        const float y = row > column + 1 ? beta_row * kk[4 * c + 2 * h + 1] * ex2(b_row - b.y) : 0.f;
-        *reinterpret_cast<float2*>(s.l + row * kTriStride + column) = make_float2(x, y);
-      }
+      s.b[32 * h + lane] = decay[h], s.beta[32 * h + lane] = -args.beta.value(beta[h]);
+      if (valid[h]) args.b[v_head * total + chunk.token + 32 * h + lane] = decay[h];
     }
-    __syncthreads();
-    invert_unit_lower(s.x, s.l, tid, [] { __syncthreads(); });
-    __syncthreads();
+    __syncwarp();
+    if (v_head + 1 < end) load_gates(v_head + 1);  // while this one's inverse is made
+
+    const int here = fresh(lane);  // nothing that depends on it is worth a register across the loop
+    invert_unit_lower(s.tri, tile, here, [&](int i, int c, float (&x)[4]) {
+      const int column = 8 * c + 2 * (here & 3);
+      const float2 b = *reinterpret_cast<const float2*>(s.b + column);
+      float4 kept;
+      if (c < 2 * i) kept = s.gram[i * (i - 1) + c][here];
+      const float* product = c < 2 * i ? &kept.x : gram[gram_tile(i, c)];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int row = 16 * i + 8 * h + (here >> 2);
+        const float b_row = s.b[row], beta_row = s.beta[row];
+        const float* g = product + 2 * h;
+        x[2 * h] = c < 2 * i + h || row > column ? beta_row * g[0] * ex2(b_row - b.x) : 0.f;
+        x[2 * h + 1] = c < 2 * i + h || row > column + 1 ? beta_row * g[1] * ex2(b_row - b.y) : 0.f;
+      }
+    });
+    __syncwarp();
 
     // ---- T: 8 lanes write a row ----
-    __nv_bfloat16* out = args.t + (v_head * total + chunk.token) * kChunk;
+    __nv_bfloat16* out = fresh(args.t + (v_head * total + chunk.token) * kChunk + 8 * here);
+    const uint32_t from = tile + group_offset<kChunk>(here >> 3, here & 7);
+    const int rows = chunk.rows - (here >> 3);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int row = 16 * i + (tid >> 3), column = 8 * (tid & 7);
-      if (row >= chunk.rows) continue;
-      uint32_t words[4] = {};
-      if (column <= row) {
-        const float4* x = reinterpret_cast<const float4*>(s.x + row * kTriStride + column);
-        const float4 lo = x[0], hi = x[1];
-        const float values[8] = {lo.x, lo.y, lo.z, lo.w, hi.x, hi.y, hi.z, hi.w};
+    for (int n = 0; n < 16; n += 4) {
+      uint4 x[4];
 #pragma unroll
-        for (int p = 0; p < 4; ++p)
-          words[p] = pack_bf16(column + 2 * p <= row ? values[2 * p] : 0.f,
-                               column + 2 * p + 1 <= row ? values[2 * p + 1] : 0.f);
-      }
-      *reinterpret_cast<uint4*>(out + row * kChunk + column) = make_uint4(words[0], words[1], words[2], words[3]);
+      for (int m = n; m < n + 4; ++m) x[m - n] = ld_shared_16((from ^ (m & 1) << 6) + m * 4 * kPanelRowBytes);
+#pragma unroll
+      for (int m = n; m < n + 4; ++m)
+        if (4 * m < rows) st_global_16(out + m * 4 * kChunk, x[m - n]);
     }
-    // x, l and the vectors are next written behind the barriers of the next v head's gates.
   }
 }
 

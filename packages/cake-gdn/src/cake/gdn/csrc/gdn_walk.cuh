@@ -46,6 +46,11 @@ struct alignas(16) Factors {
   float decay;  // 2^b_C
 };
 
+// What P needs of a token: two neighbours' are 16 bytes.
+struct TokenRow {
+  float b, rk;
+};
+
 struct WalkStage {
   alignas(1024) uint8_t k[kTokenTileBytes];
   alignas(1024) uint8_t q[kTokenTileBytes];
@@ -58,7 +63,8 @@ struct WalkShared {
   alignas(1024) uint8_t p[kHelperStages][kSquareTileBytes];
   alignas(1024) uint8_t state[kStateTileBytes];  // the tape's image on its way out
   Factors factors[kHelperStages];
-  float b[kChunk], rq[kChunk], rk[kChunk];  // the helper's own
+  alignas(16) TokenRow rows[kHelperStages][kChunk];  // the helper's own
+  float rq[kHelperStages][kChunk];
   Ring<kStages> ring;  // producer -> state warps and helper
   Ring<kHelperStages> helped;  // helper -> state warps
 };
@@ -121,7 +127,8 @@ __device__ __forceinline__ void produce(WalkShared& s, const WalkArgs& args, con
 
 // A token's scalars, or what a row past the end needs: b repeats the last one, so that 2^(b_C - b) stays 1, the rest is 0.
 struct TokenScalars {
-  float b = 0.f, last = 0.f, beta = 0.f, rq = 0.f, rk = 0.f;
+  float b = 0.f, last = 0.f, rq = 0.f, rk = 0.f;
+  uint32_t beta = 0;
 
   __device__ __forceinline__ void load(const WalkArgs& args, const Walk& walk, int chunk, int thread) {
     const int64_t total = args.plan.total;
@@ -129,7 +136,7 @@ struct TokenScalars {
     b = args.b[walk.v_head * total + token + min(thread, rows - 1)];
     last = args.b[walk.v_head * total + token + rows - 1];
     const bool valid = thread < rows;
-    beta = valid ? args.beta.at(token + thread, args.plan.tokens_per_batch, walk.v_head) : 0.f;
+    beta = valid ? args.beta.bits(args.beta.view.place(token + thread, args.plan.tokens_per_batch, walk.v_head)) : 0;
     rq = valid ? args.rq[walk.head * total + token + thread] : 0.f;
     rk = valid ? args.rk[walk.head * total + token + thread] : 0.f;
   }
@@ -137,7 +144,7 @@ struct TokenScalars {
 
 template <bool kForward, bool kScores>
 __device__ __forceinline__ void help(WalkShared& s, const WalkArgs& args, const Walk& walk, int thread) {
-  const int lane = thread & 31, warp = thread >> 5;
+  const int lane = thread & 31;
   RingState<kStages> at;
   RingState<kHelperStages> out;
   TokenScalars now;
@@ -146,29 +153,33 @@ __device__ __forceinline__ void help(WalkShared& s, const WalkArgs& args, const 
     Factors& f = s.factors[out.stage];
     s.helped.wait_empty(out);
     if (thread < kChunk) {
-      const float grown = ex2(now.b), rest = ex2(now.last - now.b);
-      s.b[thread] = now.b, s.rq[thread] = args.scale * now.rq, s.rk[thread] = now.rk;
+      const float grown = ex2(now.b), rest = ex2(now.last - now.b), beta = args.beta.value(now.beta);
+      if constexpr (kScores) {
+        s.rows[out.stage][thread] = {now.b, now.rk};
+        s.rq[out.stage][thread] = args.scale * now.rq;
+      }
       if constexpr (kForward) {
-        f.a[thread] = now.beta;  // W = a v - b (k S)
-        f.b[thread] = now.beta * grown * now.rk;
+        f.a[thread] = beta;  // W = a v - b (k S)
+        f.b[thread] = beta * grown * now.rk;
         f.c[thread] = args.scale * grown * now.rq;  // O = c (q S) + P D
         f.d[thread] = rest * now.rk;  // S += (d D)^T k
       } else {
         f.a[thread] = rest * now.rk;  // dD = a (k R) + P^T dO
         f.b[thread] = args.scale * grown * now.rq;  // R += (b dO)^T q
-        f.c[thread] = -now.beta * grown * now.rk;  // R += (c Y)^T k
-        f.d[thread] = row_factor(now.beta);  // Z = d Y
+        f.c[thread] = -beta * grown * now.rk;  // R += (c Y)^T k
+        f.d[thread] = row_factor(beta);  // Z = d Y
       }
       if (thread == 0) f.decay = ex2(now.last);
-      // The next chunk's are on their way while this one's P is made.
-      if (i + 1 < walk.chunks) now.load(args, walk, walk.chunk(i + 1, kForward), thread);
     }
+    const auto load_next = [&] {
+      if (thread < kChunk && i + 1 < walk.chunks) now.load(args, walk, walk.chunk(i + 1, kForward), fresh(thread));
+    };
     if constexpr (!kScores) {
       s.helped.signal_full(out);
+      load_next();
       continue;
     }
-    bar_sync(kHelperBarrier, 128);
-
+    bar_sync(kHelperBarrier, 128);  // and before these rows are written again, two chunks on, there is another
     s.ring.wait_full(at);
     WalkStage& stage = s.stages[at.stage];
     float p[32];
@@ -178,24 +189,38 @@ __device__ __forceinline__ void help(WalkShared& s, const WalkArgs& args, const 
     wgmma_wait<0>();
     pin(p);
     s.ring.signal_empty(at, lane);
-    const uint32_t tile = smem_addr(s.p[out.stage]);
+    const int here = fresh(lane), row0 = 16 * (fresh(thread) >> 5);  // nothing that depends on them is worth a register
+    const TokenRow* rows = s.rows[out.stage];
+    uint32_t scores[4][4] = {};
+    float b_row[2], scale[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int row = 16 * warp + (lane >> 2) + 8 * h;
-      const float b_row = s.b[row], scale = s.rq[row];
+      const int row = row0 + (here >> 2) + 8 * h;
+      b_row[h] = rows[row].b, scale[h] = s.rq[out.stage][row];
+    }
+    // All of them before the first is stored: a load behind a store to shared memory waits for it.
 #pragma unroll
-      for (int c = 0; c < 8; ++c) {
-        const int column = 8 * c + 2 * (lane & 3);
-        const float2 bc = *reinterpret_cast<const float2*>(s.b + column);
-        const float2 rk2 = *reinterpret_cast<const float2*>(s.rk + column);
-        const float x = row >= column ? scale * rk2.x * p[4 * c + 2 * h] * ex2(b_row - bc.x) : 0.f;
-        const float y = row >= column + 1 ? scale * rk2.y * p[4 * c + 2 * h + 1] * ex2(b_row - bc.y) : 0.f;
-        st_shared_4(tile + pair_offset<kChunk>(row, column), pack_bf16(x, y));
+    for (int j = 0; j < 4; ++j) {
+      if (16 * j > row0) continue;  // above the diagonal
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        const int c = 2 * j + n, column = 8 * c + 2 * (here & 3);
+        const float4 pair = *reinterpret_cast<const float4*>(rows + column);  // b and rk of two tokens
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const int row = row0 + (here >> 2) + 8 * h;
+          const float x = row >= column ? scale[h] * pair.y * p[4 * c + 2 * h] * ex2(b_row[h] - pair.x) : 0.f;
+          const float y = row >= column + 1 ? scale[h] * pair.w * p[4 * c + 2 * h + 1] * ex2(b_row[h] - pair.z) : 0.f;
+          scores[j][2 * n + h] = pack_bf16(x, y);
+        }
       }
     }
+    const uint32_t tile = smem_addr(s.p[out.stage]);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) stmatrix(frag_address<kChunk>(tile, row0, j, here), scores[j]);
     fence_proxy_async();
     s.helped.signal_full(out);
-    bar_sync(kHelperBarrier, 128);  // b, rq and rk are rewritten for the next chunk
+    load_next();  // there are no registers for them any earlier; they are on their way while the ring is full
   }
 }
 
