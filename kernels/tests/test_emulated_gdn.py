@@ -237,15 +237,17 @@ def test_cuts_on_the_device(kernels):
 @pytest.mark.parametrize("transposed", [False, True], ids=["plain", "transposed"])
 @pytest.mark.parametrize("ncols", state_chain.STATE_COLUMNS, ids="C{}".format)
 def test_merge(kernels, ncols, transposed):
-    chains = (((0, -1, 1), (1, 1, 2), (2, 2, -1), (3, 3, 0)), ((4, 4, 3),))
+    # The second one is long enough for every place of a map to be used again, and has steps that use none.
+    long = ((4, 4, 3), (0, 0, -1), (1, 1, 4), (2, -1, -1), (3, 3, 5), (4, 2, 6), (0, 1, -1), (1, 4, 7))
+    chains = (((0, -1, 1), (1, 1, 2), (2, 2, -1), (3, 3, 0)), long)
     random = torch.Generator().manual_seed(ncols)
     b = torch.randn(5, 2, 128, ncols, generator=random)
     m = torch.randn(5, 2, 128, 128, generator=random) / 12
-    live = torch.randint(0, 3, (5, 2), generator=random, dtype=torch.int32)
+    live = torch.randint(0, 4, (5, 2), generator=random, dtype=torch.int32)
     m[live == 0] = torch.nan  # never looked at
-    expected = state_chain.merge(b, m, chains, 4, live=live, transposed=transposed)
+    expected = state_chain.merge(b, m, chains, 8, live=live, transposed=transposed)
     for kernels.seed in SEEDS:
-        for columns in state_chain.COLUMNS:
-            out = torch.full((4, 2, 128, ncols), torch.nan)
-            kernels.merge(b, m, chains, 4, live=live, transposed=transposed, columns=columns, out=out)
-            assert relative_error(out, expected) <= 1e-6
+        for columns in state_chain.COLUMNS[:: 1 if kernels.seed == SEEDS[0] else 3]:
+            out = torch.full((8, 2, 128, ncols), torch.nan)
+            kernels.merge(b, m, chains, 8, live=live, transposed=transposed, columns=columns, out=out)
+            assert relative_error(out, expected) <= 1e-5  # 16 bits of M and of S: about 2^-18 a product

@@ -64,11 +64,24 @@ def test_every_build(merge, device, n, length, heads, ncols, transposed):
             )
     written = sorted({row for steps in chains for _, _, row in steps if row >= 0})
     if written:
-        assert relative_error(results[0][written].cpu(), expected[written]) < 1e-6
+        # M and S enter a product with 16 bits: 3e-6 of it, and 1.2e-5 along chains that hardly forget.
+        assert relative_error(results[0][written].cpu(), expected[written]) < 2e-5
     for result in results[1:]:
         assert_bitwise_equal("merged states", result, results[0])
     rest = sorted(set(range(rows)) - set(written))
     assert not results[0][rest].any()
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["plain", "transposed"])
+def test_maps_that_forget_nothing(merge, device, transposed):
+    """131072 tokens in segments of 256, without decay and without keys."""
+    random = torch.Generator(device).manual_seed(0)
+    b = torch.randn(512, 2, 128, 128, generator=random, device=device)
+    m = torch.eye(128, device=device).repeat(512, 2, 1, 1)
+    chains = (tuple((i, i, i) for i in range(512)),)
+    result = merge(b, m, chains, 512, transposed=transposed)
+    # A state's own error is about 2e-3.
+    assert relative_error(result, b.double().cumsum(0)) < 1e-4
 
 
 def test_without_flags(merge, device):

@@ -40,7 +40,8 @@ def test_every_build(merge, device, n, length, heads, ncols, transposed):
     expected = state_chain.merge(b.cpu(), m.cpu(), chains, tiles, live=live.cpu(), transposed=transposed)
     with poisoned_empty():
         results = [merge(b, m, chains, tiles, columns=x, **how) for x in (None, *state_chain.COLUMNS)]
-    assert relative_error(results[0].cpu(), expected) < 1e-6
+    # M and S enter a product with 16 bits: 3e-6 of it, and 1.2e-5 along chains that hardly forget.
+    assert relative_error(results[0].cpu(), expected) < 2e-5
     for result in results[1:]:
         assert_bitwise_equal("merged states", result, results[0])
 

@@ -7,21 +7,19 @@ namespace cake::state_chain {
 
 using namespace cake::host;
 
+template <int kColumns, bool kTransposed>
+static void launch_build(const MergeArgs& args, int64_t grid, cudaStream_t stream) {
+  launch("affine_merge", merge_kernel<kColumns, kTransposed>, dim3(grid), kMergeThreads,
+         sizeof(MergeShared<kColumns, kTransposed>), stream, args);
+}
+
 template <bool kTransposed>
-static void launch_build(const MergeArgs& args, int64_t grid, int64_t width, cudaStream_t stream) {
+static void launch_width(const MergeArgs& args, int64_t grid, int64_t width, cudaStream_t stream) {
   switch (width) {
-    case 8:
-      return launch("affine_merge", merge_kernel<8, kTransposed>, dim3(grid), kMergeThreads, sizeof(MergeShared<8>),
-                    stream, args);
-    case 16:
-      return launch("affine_merge", merge_kernel<16, kTransposed>, dim3(grid), kMergeThreads, sizeof(MergeShared<16>),
-                    stream, args);
-    case 32:
-      return launch("affine_merge", merge_kernel<32, kTransposed>, dim3(grid), kMergeThreads, sizeof(MergeShared<32>),
-                    stream, args);
-    case 64:
-      return launch("affine_merge", merge_kernel<64, kTransposed>, dim3(grid), kMergeThreads, sizeof(MergeShared<64>),
-                    stream, args);
+    case 8: return launch_build<8, kTransposed>(args, grid, stream);
+    case 16: return launch_build<16, kTransposed>(args, grid, stream);
+    case 32: return launch_build<32, kTransposed>(args, grid, stream);
+    case 64: return launch_build<64, kTransposed>(args, grid, stream);
     default: TVM_FFI_THROW(ValueError) << "columns must be 8, 16, 32 or 64, got " << width;
   }
 }
@@ -43,7 +41,7 @@ static MergeArgs merge_args(const TensorView& b, const TensorView& m, const Opti
 
 static void launch_merge(const MergeArgs& args, int64_t chains, int64_t width, bool transposed, int64_t stream) {
   const int64_t grid = chains * args.heads * (args.columns / (width > 0 ? width : 1));
-  const auto run = transposed ? launch_build<true> : launch_build<false>;
+  const auto run = transposed ? launch_width<true> : launch_width<false>;
   run(args, grid, width, stream_of(stream));
 }
 

@@ -32,12 +32,13 @@ struct Scalars {
   View<const void> view;
   bool is_bf16;
 
+  // A value as it lies in memory, by `place`. Converted where it is used, by `value`: the load is on its way until then.
+  __device__ __forceinline__ uint32_t bits(int64_t place) const {
+    return is_bf16 ? static_cast<const uint16_t*>(view.data)[place] : static_cast<const uint32_t*>(view.data)[place];
+  }
+  __device__ __forceinline__ float value(uint32_t bits) const { return __uint_as_float(is_bf16 ? bits << 16 : bits); }
   __device__ __forceinline__ float at(int token, int tokens_per_batch, int head) const {
-    const int64_t i = view.place(token, tokens_per_batch, head);
-    // Bits, so that a caller can have the load on its way.
-    const uint32_t bits = is_bf16 ? static_cast<uint32_t>(static_cast<const uint16_t*>(view.data)[i]) << 16
-                                  : static_cast<const uint32_t*>(view.data)[i];
-    return __uint_as_float(bits);
+    return value(bits(view.place(token, tokens_per_batch, head)));
   }
 };
 
