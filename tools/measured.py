@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 GDN = ROOT / "packages" / "cake-gdn" / "benchmarks" / "results" / "h200.json"
 KDA = ROOT / "packages" / "cake-kda" / "benchmarks" / "results" / "h200.json"
+MERGE = ROOT / "packages" / "cake-core" / "benchmarks" / "results" / "h200-merge.json"
 FLA_TESTS = ROOT / "packages" / "cake-core" / "benchmarks" / "results" / "fla-tests.json"
 MARK = re.compile(r"<!-- measured (\S+) -->\n.*?<!-- /measured -->", re.DOTALL)
 # Part of a kernel's name: what the documents call it.
@@ -185,6 +186,24 @@ def ranks(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def merge(results: dict[str, Any]) -> str:
+    """The merge of maps: the fastest build at each load, mean of both directions."""
+    lines = [
+        "| chains, 128 columns | columns of a block | us for 16 steps | bytes at 4.3 TB/s, us | times that |",
+        "|---|---|---|---|---|",
+    ]
+    for load in (2, 8, 16, 32, 64, 128):
+        here = rows(results, ncols=128, load=load)
+        means = {
+            width: sum(row["us"] for row in here if row["columns"] == width) / 2
+            for width in sorted({row["columns"] for row in here})
+        }
+        width = min(means, key=lambda width: means[width])
+        us, floor = means[width], here[0]["floor_us"]
+        lines.append(f"| {load} | {width} | {us:.1f} | {floor:.1f} | {us / floor:.2f} |")
+    return "\n".join(lines)
+
+
 def fla_tests(results: dict[str, Any]) -> str:
     """What became of flash-linear-attention's own tests, and why calls were handed back."""
     lines = ["| run | op | tests | passed | refused | failed | skipped |", "|---|---|---|---|---|---|---|"]
@@ -237,6 +256,7 @@ TABLES: dict[str, tuple[Path, Callable[[dict[str, Any]], str]]] = {
     "kda-stages": (KDA, partial(stages, shape="h64-1x16384")),
     "gdn-ranks": (GDN.with_name("h200-ranks.json"), ranks),
     "kda-ranks": (KDA.with_name("h200-ranks.json"), ranks),
+    "merge": (MERGE, merge),
     "fla-tests": (FLA_TESTS, fla_tests),
 }
 
