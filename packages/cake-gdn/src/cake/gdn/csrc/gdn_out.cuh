@@ -244,9 +244,9 @@ __device__ __forceinline__ int64_t place_of(const OutArgs& args, OutResult resul
   return place.first[result] + j * view.head_stride + r * view.token_stride;
 }
 
-// dg of the chunk by one warp, sums from the end, two tokens a lane; and dv where it isn't Z.
+// dg of the chunk by one warp, sums from the end, two tokens a lane, to `dg` of the first; and dv where it isn't Z.
 __device__ __forceinline__ void gate_gradient(const OutVectors& vectors, const OutDots& dots, const OutArgs& args,
-                                              const OutPlace& place, int j, int lane) {
+                                              const OutPlace& place, int j, int64_t dg, int lane) {
   float db[2];
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
@@ -274,7 +274,6 @@ __device__ __forceinline__ void gate_gradient(const OutVectors& vectors, const O
   for (int n = 0; n < 4; ++n) edge += dots.written[n];
   const float tail = db[1] + (lane < 31 ? after : 0.f);
   const View<void>& out = args.results[kDg];
-  const int64_t dg = place_of(args, kDg, place, j, 2 * lane);
   if (2 * lane < place.rows) put_scalar(out, args.dg_bf16, dg, db[0] + tail + edge);
   if (2 * lane + 1 < place.rows) put_scalar(out, args.dg_bf16, dg + out.token_stride, tail + edge);
 }
@@ -507,8 +506,9 @@ __device__ __forceinline__ void out_erase(OutShared& s, const OutArgs& args, int
       me = Lane(fresh(thread));
       warp_arrive(s.dots_full, me.lane);
       if (me.warp == 0) {
+        const int64_t dg = fresh(place_of(args, kDg, place, j, 2 * me.lane));
         mbar_wait(smem_addr(&s.dots_full), fresh(step) & 1);
-        gate_gradient(vectors, dots, args, place, j, me.lane);
+        gate_gradient(vectors, dots, args, place, j, dg, me.lane);
       }
     }
     mbar_wait(smem_addr(&s.dots_full), (fresh(step) - 1) & 1);  // no product reads k^ any more

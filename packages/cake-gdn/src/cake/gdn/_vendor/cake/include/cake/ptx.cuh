@@ -153,6 +153,15 @@ __device__ __forceinline__ void st_global_16_if(bool there, void* p, uint4 v) {
                : "memory");
 }
 
+// A number in fp32, or in bf16 to nearest, without a branch.
+__device__ __forceinline__ void st_global_float(void* p, bool is_bf16, float x) {
+  asm volatile(
+      "{\n.reg .pred b;\n.reg .b16 h;\nsetp.ne.b32 b, %2, 0;\ncvt.rn.bf16.f32 h, %1;\n"
+      "@b st.global.b16 [%0], h;\n@!b st.global.f32 [%0], %1;\n}" ::"l"(__cvta_generic_to_global(p)),
+      "f"(x), "r"(static_cast<int>(is_bf16))
+      : "memory");
+}
+
 __device__ __forceinline__ uint4 ld_shared_16(uint32_t addr) {
   uint4 v;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"

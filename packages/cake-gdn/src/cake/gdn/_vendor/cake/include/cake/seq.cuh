@@ -9,6 +9,8 @@
 
 #include <cstdint>
 
+#include "ptx.cuh"
+
 namespace cake {
 
 // Four-dimensional view [batch, token, head, channel] of a tensor whose channels are contiguous; strides in elements.
@@ -44,8 +46,7 @@ struct Scalars {
 
 // Writes one of the like.
 __device__ __forceinline__ void put_scalar(const View<void>& to, bool is_bf16, int64_t place, float x) {
-  if (is_bf16) static_cast<__nv_bfloat16*>(to.data)[place] = __float2bfloat16_rn(x);
-  else static_cast<float*>(to.data)[place] = x;
+  st_global_float(static_cast<uint8_t*>(to.data) + (place << (is_bf16 ? 1 : 2)), is_bf16, x);
 }
 
 struct Chunk {
