@@ -127,16 +127,17 @@ __device__ __forceinline__ void produce(WalkShared& s, const WalkArgs& args, con
 
 // A token's scalars, or what a row past the end needs: b repeats the last one, so that 2^(b_C - b) stays 1, the rest is 0.
 struct TokenScalars {
-  float b = 0.f, last = 0.f, rq = 0.f, rk = 0.f;
+  float b = 0.f, rq = 0.f, rk = 0.f;
   uint32_t beta = 0;
 
-  __device__ __forceinline__ void load(const WalkArgs& args, const Walk& walk, int chunk, int thread) {
+  // `beta_first`: place of the sequence's first beta.
+  __device__ __forceinline__ void load(const WalkArgs& args, const Walk& walk, int64_t beta_first, int chunk,
+                                       int thread) {
     const int64_t total = args.plan.total;
     const int token = walk.token(chunk), rows = walk.rows(chunk);
     b = args.b[walk.v_head * total + token + min(thread, rows - 1)];
-    last = args.b[walk.v_head * total + token + rows - 1];
     const bool valid = thread < rows;
-    beta = valid ? args.beta.bits(args.beta.view.place(token + thread, args.plan.tokens_per_batch, walk.v_head)) : 0;
+    beta = valid ? args.beta.bits(beta_first + (chunk * kChunk + thread) * args.beta.view.token_stride) : 0;
     rq = valid ? args.rq[walk.head * total + token + thread] : 0.f;
     rk = valid ? args.rk[walk.head * total + token + thread] : 0.f;
   }
@@ -145,59 +146,62 @@ struct TokenScalars {
 template <bool kForward, bool kScores>
 __device__ __forceinline__ void help(WalkShared& s, const WalkArgs& args, const Walk& walk, int thread) {
   const int lane = thread & 31;
+  const int64_t beta_first = args.beta.view.place(walk.sequence.token, args.plan.tokens_per_batch, walk.v_head);
   RingState<kStages> at;
   RingState<kHelperStages> out;
   TokenScalars now;
-  if (thread < kChunk && walk.chunks > 0) now.load(args, walk, walk.chunk(0, kForward), thread);
+  if (thread < kChunk && walk.chunks > 0) now.load(args, walk, beta_first, walk.chunk(0, kForward), thread);
   for (int i = 0; i < walk.chunks; ++i, at.advance(), out.advance()) {
     Factors& f = s.factors[out.stage];
-    s.helped.wait_empty(out);
-    if (thread < kChunk) {
-      const float grown = ex2(now.b), rest = ex2(now.last - now.b), beta = args.beta.value(now.beta);
-      if constexpr (kScores) {
-        s.rows[out.stage][thread] = {now.b, now.rk};
-        s.rq[out.stage][thread] = args.scale * now.rq;
-      }
-      if constexpr (kForward) {
-        f.a[thread] = beta;  // W = a v - b (k S)
-        f.b[thread] = beta * grown * now.rk;
-        f.c[thread] = args.scale * grown * now.rq;  // O = c (q S) + P D
-        f.d[thread] = rest * now.rk;  // S += (d D)^T k
-      } else {
-        f.a[thread] = rest * now.rk;  // dD = a (k R) + P^T dO
-        f.b[thread] = args.scale * grown * now.rq;  // R += (b dO)^T q
-        f.c[thread] = -beta * grown * now.rk;  // R += (c Y)^T k
-        f.d[thread] = row_factor(beta);  // Z = d Y
-      }
-      if (thread == 0) f.decay = ex2(now.last);
+    float p[32];
+    if constexpr (kScores) {
+      s.ring.wait_full(at);
+      WalkStage& stage = s.stages[at.stage];
+      wgmma_fence();
+      gemm_ss<Major::K, kChunk, Major::K, kChunk, 8>(p, smem_addr(stage.q), smem_addr(stage.k), false);
+      wgmma_commit();
     }
-    const auto load_next = [&] {
-      if (thread < kChunk && i + 1 < walk.chunks) now.load(args, walk, walk.chunk(i + 1, kForward), fresh(thread));
-    };
-    if constexpr (!kScores) {
-      s.helped.signal_full(out);
-      load_next();
-      continue;
+    s.helped.wait_empty(out);
+    TokenRow* rows = s.rows[out.stage];
+    if (fresh(thread) < kChunk) {
+      rows[fresh(thread)] = {now.b, now.rk};
+      s.rq[out.stage][fresh(thread)] = args.scale * now.rq;
     }
     bar_sync(kHelperBarrier, 128);  // and before these rows are written again, two chunks on, there is another
-    s.ring.wait_full(at);
-    WalkStage& stage = s.stages[at.stage];
-    float p[32];
-    wgmma_fence();
-    gemm_ss<Major::K, kChunk, Major::K, kChunk, 8>(p, smem_addr(stage.q), smem_addr(stage.k), false);
-    wgmma_commit();
-    wgmma_wait<0>();
-    pin(p);
-    s.ring.signal_empty(at, lane);
+    if (fresh(thread) < kChunk) {
+      const int token = fresh(thread);
+      const float last = rows[kChunk - 1].b, grown = ex2(now.b), rest = ex2(last - now.b);
+      const float beta = args.beta.value(now.beta);
+      if constexpr (kForward) {
+        f.a[token] = beta;  // W = a v - b (k S)
+        f.b[token] = beta * grown * now.rk;
+        f.c[token] = args.scale * grown * now.rq;  // O = c (q S) + P D
+        f.d[token] = rest * now.rk;  // S += (d D)^T k
+      } else {
+        f.a[token] = rest * now.rk;  // dD = a (k R) + P^T dO
+        f.b[token] = args.scale * grown * now.rq;  // R += (b dO)^T q
+        f.c[token] = -beta * grown * now.rk;  // R += (c Y)^T k
+        f.d[token] = row_factor(beta);  // Z = d Y
+      }
+      if (token == 0) f.decay = ex2(last);
+      // The next chunk's are on their way while this one's P is made.
+      if (i + 1 < walk.chunks) now.load(args, walk, beta_first, walk.chunk(i + 1, kForward), token);
+    }
+    if constexpr (!kScores) {
+      s.helped.signal_full(out);
+      continue;
+    }
     const int here = fresh(lane), row0 = 16 * (fresh(thread) >> 5);  // nothing that depends on them is worth a register
-    const TokenRow* rows = s.rows[out.stage];
-    uint32_t scores[4][4] = {};
     float b_row[2], scale[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = row0 + (here >> 2) + 8 * h;
       b_row[h] = rows[row].b, scale[h] = s.rq[out.stage][row];
     }
+    wgmma_wait<0>();
+    pin(p);
+    s.ring.signal_empty(at, lane);
+    uint32_t scores[4][4] = {};
     // All of them before the first is stored: a load behind a store to shared memory waits for it.
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
@@ -220,7 +224,6 @@ __device__ __forceinline__ void help(WalkShared& s, const WalkArgs& args, const 
     for (int j = 0; j < 4; ++j) stmatrix(frag_address<kChunk>(tile, row0, j, here), scores[j]);
     fence_proxy_async();
     s.helped.signal_full(out);
-    load_next();  // there are no registers for them any earlier; they are on their way while the ring is full
   }
 }
 
