@@ -27,11 +27,8 @@ void gdn_prep(TensorView q, TensorView k, TensorView g, TensorView beta, TensorV
   args.heads = static_cast<int>(heads);
   args.group = static_cast<int>(v_heads / heads);
   args.l2norm = l2norm;
-  // Where one warp to a chunk and q/k head would leave much of a GPU idle, each v head has its own.
-  args.parts = chunk_capacity * heads < kPrepItems ? args.group : 1;
   // Heads first: rows of neighbouring heads are neighbours in memory.
-  launch("gdn_prep", prep_kernel, dim3(chunk_capacity * heads * args.parts), 32, sizeof(PrepShared), stream_of(stream),
-         args);
+  launch("gdn_prep", prep_kernel, dim3(chunk_capacity * heads), 32, sizeof(PrepShared), stream_of(stream), args);
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gdn_plan, make_plan);

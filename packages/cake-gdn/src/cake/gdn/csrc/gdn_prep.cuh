@@ -24,7 +24,6 @@ struct PrepArgs {
   float* b;  // [HV, total]
   float *rq, *rk;  // [H, total]
   int heads, group;  // H, HV / H
-  int parts;  // warps that share a group's v heads
   bool l2norm;
 };
 
@@ -33,7 +32,6 @@ constexpr float kLeastGate = -88.f;
 constexpr float kLog2E = 1.4426950408889634f;
 
 constexpr int kPrepWarpsPerSm = 8;
-constexpr int kPrepItems = 132 * kPrepWarpsPerSm;  // warps of an H200 at a time
 
 struct PrepShared {
   alignas(128) uint8_t t[kSquareTileBytes];
@@ -108,10 +106,10 @@ __host__ __device__ constexpr int gram_tile(int i, int c) { return i * (i + 1) +
 static __global__ void __launch_bounds__(32, kPrepWarpsPerSm) prep_kernel(const __grid_constant__ PrepArgs args) {
   extern __shared__ __align__(128) uint8_t raw[];
   PrepShared& s = *reinterpret_cast<PrepShared*>(raw);
-  const int chunk_index = blockIdx.x / (args.heads * args.parts), head_part = blockIdx.x % (args.heads * args.parts);
+  const int chunk_index = blockIdx.x / args.heads, head = blockIdx.x % args.heads;
   if (chunk_index >= args.plan.chunk_count()) return;  // capacity is an upper bound when boundaries are on the device
   const Chunk chunk = args.plan.chunk(chunk_index);
-  const int lane = threadIdx.x, head = head_part / args.parts, part = head_part % args.parts;
+  const int lane = threadIdx.x;
   const int tokens = args.plan.tokens_per_batch;
   const int64_t total = args.plan.total;
   const uint32_t tile = smem_addr(s.t), none = static_cast<uint32_t>(args.heads) >> 31;
@@ -128,7 +126,7 @@ static __global__ void __launch_bounds__(32, kPrepWarpsPerSm) prep_kernel(const 
     }
   }
   // ---- norms of q: the diagonal of q q^T ----
-  if (part == 0) {
+  {
     Norms norms[4];
     if (args.l2norm) {
       float square[8][4] = {};
@@ -186,20 +184,21 @@ static __global__ void __launch_bounds__(32, kPrepWarpsPerSm) prep_kernel(const 
         const auto& x = gram[gram_tile(i, n)];
         s.gram[i * (i - 1) + n][lane] = make_float4(x[0], x[1], x[2], x[3]);
       }
-    if (part == 0) store_norms(args.rk + head * total + chunk.token, norms, chunk.rows, lane);
+    store_norms(args.rk + head * total + chunk.token, norms, chunk.rows, lane);
   }
 
   // ---- the group's v heads; lane = tokens lane and lane + 32, where gates are concerned ----
-  const int first = head * args.group + part * args.group / args.parts;
-  const int end = head * args.group + (part + 1) * args.group / args.parts;
+  const int first = head * args.group, end = first + args.group;
   const bool valid[2] = {lane < chunk.rows, lane + 32 < chunk.rows};
+  const int64_t gate_at = args.g.view.place(chunk.token + lane, tokens, 0);
+  const int64_t beta_at = args.beta.view.place(chunk.token + lane, tokens, 0);
   uint32_t gate[2] = {}, beta[2] = {};  // as they lie in memory, on their way while the v head before is computed
   const auto load_gates = [&](int v_head) {
 #pragma unroll
     for (int h = 0; h < 2; ++h)
       if (valid[h]) {
-        gate[h] = args.g.bits(args.g.view.place(chunk.token + 32 * h + lane, tokens, v_head));
-        beta[h] = args.beta.bits(args.beta.view.place(chunk.token + 32 * h + lane, tokens, v_head));
+        gate[h] = args.g.bits(gate_at + v_head * args.g.view.head_stride + 32 * h * args.g.view.token_stride);
+        beta[h] = args.beta.bits(beta_at + v_head * args.beta.view.head_stride + 32 * h * args.beta.view.token_stride);
       }
   };
   load_gates(first);
