@@ -103,13 +103,15 @@ def test_a_run_counts_and_replaces(
     ops.mkdir()
     (ops / "test_gdn.py").write_text(TESTS)
     monkeypatch.setenv("PYTHONPATH", str(site))
-    as_written = script.run(ops, {}, [])["gdn"]
+    *_, ran = script.run(ops, {}, [])
+    as_written = ran["gdn"]
     assert (as_written["tests"], as_written["refused"], as_written["failed"]) == (3, 2, 1)
     assert as_written["reasons"] == {"cake serves bfloat16, got q of torch.float16": 2}
     (failure,) = as_written["failures"].values()
     assert "on purpose" in failure["why"]
     assert failure["without cake"] == "failed KeyError: 'chunk_gated_delta_rule'"
-    replaced = script.run(ops, script.RUNS["bfloat16 for float16"], [])["gdn"]
+    *_, ran = script.run(ops, script.RUNS["bfloat16 for float16"], [])
+    replaced = ran["gdn"]
     assert (replaced["passed"], replaced["refused"], replaced["failed"]) == (2, 0, 1)
     assert json.loads(json.dumps(replaced)) == replaced
     assert "bfloat16 for float16" in script.table({"bfloat16 for float16": {"gdn": replaced}})

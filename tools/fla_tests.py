@@ -67,8 +67,11 @@ def sources(given: str | None) -> Iterator[Path]:
         yield found[0]
 
 
-def run(ops_folder: Path, replace: dict[str, str], words: list[str]) -> dict[str, Any]:
-    """One run of pytest over copies of the tests; counts by op, reasons of refusals, and failures."""
+def run(ops_folder: Path, replace: dict[str, str], words: list[str]) -> Iterator[dict[str, Any]]:
+    """One run of pytest over copies of the tests; counts by op, reasons of refusals, and failures.
+
+    Given once before what failed runs again without cake, and once after.
+    """
     with tempfile.TemporaryDirectory(prefix="cake-fla-run-") as name:
         folder = Path(name)
         files = [file for _, file in OPS.values() if (ops_folder / file).exists()]
@@ -80,14 +83,15 @@ def run(ops_folder: Path, replace: dict[str, str], words: list[str]) -> dict[str
                 (folder / file).write_text(text)
         tests = outcomes_in(folder, [*words, *files])
         results = {op: counted(tests, file) for op, (_, file) in OPS.items() if file in files}
+        yield results
         failed = [name for found in results.values() for name in found["failures"]]
         if failed:
             alone = {test["name"]: test for test in outcomes_in(folder, [*words, *failed], **{PLAIN: "1"})}
             for found in results.values():
                 for name, failure in found["failures"].items():
-                    words = (alone[name]["outcome"], alone[name]["reason"])
+                    words = [alone[name]["outcome"], alone[name]["reason"]]
                     failure["without cake"] = " ".join(filter(None, words))
-    return results
+            yield results
 
 
 def outcomes_in(folder: Path, words: list[str], **more: str) -> list[dict[str, Any]]:
@@ -247,8 +251,8 @@ def main() -> int:
     runs: dict[str, Any] = {}
     with sources(args.source) as folder:
         for name, replace in RUNS.items():
-            runs[name] = run(folder, replace, words)
-            write(args, runs)  # what there is, should the rest take too long
+            for runs[name] in run(folder, replace, words):
+                write(args, runs)  # what there is, should the rest take too long
     print(table(runs))
     for name, ops in runs.items():
         for op, found in ops.items():

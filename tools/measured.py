@@ -17,12 +17,15 @@ import re
 import sys
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 GDN = ROOT / "packages" / "cake-gdn" / "benchmarks" / "results" / "h200.json"
+#: The kernels since then, of as many shapes as there was time for.
+NEWER = GDN.with_name("h200-four-shapes.json")
 KDA = ROOT / "packages" / "cake-kda" / "benchmarks" / "results" / "h200.json"
 MERGE = ROOT / "packages" / "cake-core" / "benchmarks" / "results" / "h200-merge.json"
 FLA_TESTS = ROOT / "packages" / "cake-core" / "benchmarks" / "results" / "fla-tests.json"
@@ -165,23 +168,25 @@ def repeat(results: dict[str, Any]) -> str:
 
 
 def ranks(results: dict[str, Any]) -> str:
-    """Packs over several GPUs beside one, det with the tape saved."""
+    """Packs over several GPUs beside one, det with the tape saved, and whichever library ran beside it."""
+    titles = {"cake-det": "cake", "flashqla": "FlashQLA", "fla": "FLA"}
+    arms = dict.fromkeys(row["arm"].split(" x")[0] for row in results["rows"] if row["arm"] != "floor")
     lines = [
-        "| heads (H, HV) | tokens of the documents | GPUs | layout | fwd, wall | fwd+bwd, GPU | wall "
-        "| one GPU's wall over it |",
-        "|---|---|---|---|---|---|---|---|",
+        "| heads (H, HV) | tokens of the documents | library | GPUs | layout | fwd, wall | fwd+bwd, GPU "
+        "| wall | one GPU's wall over it |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
-    for name in dict.fromkeys(row["shape"] for row in results["rows"]):
-        here = {"shape": name, "mode": "save", "pass": "fwd+bwd"}
-        alone = rows(results, **here, world_size=1, arm="cake-det")[0]
-        for row in [alone, *(x for x in rows(results, **here) if x["arm"].startswith("cake-det x"))]:
+    for name, arm in product(dict.fromkeys(row["shape"] for row in results["rows"]), arms):
+        here = {"shape": name, "mode": "save" if arm == "cake-det" else None, "pass": "fwd+bwd"}
+        alone = rows(results, **here, world_size=1, arm=arm)[0]
+        for row in [alone, *(x for x in rows(results, **here) if x["arm"].startswith(f"{arm} x"))]:
             figures = [
                 cell(results, "wall_ms", shape=name, arm=row["arm"], **{"pass": "fwd"}),
                 *(cell(results, field, **here, arm=row["arm"]) for field in ("gpu_ms", "wall_ms")),
                 f"{alone['wall_ms'] / row['wall_ms']:.2f}",
             ]
             heads = f"({row['heads'][0]}, {row['heads'][1]})"
-            where = f"{row['world_size']} | {row['layout'] or ''}"
+            where = f"{titles[arm]} | {row['world_size']} | {row['layout'] or ''}"
             lines.append(f"| {heads} | {documents_of(row['lengths'])} | {where} | {' | '.join(figures)} |")
     return "\n".join(lines)
 
@@ -219,7 +224,7 @@ def fla_tests(results: dict[str, Any]) -> str:
         lines += ["", "| run | op | failed | why | the same without cake |", "|---|---|---|---|---|"]
     for name, op, found in found_by_run:
         for test, failure in found["failures"].items():
-            words = (" ".join(text.split()) for text in (failure["why"], failure["without cake"]))
+            words = (" ".join(text.split()) for text in (failure["why"], failure.get("without cake", "–")))
             lines.append(f"| {name} | {op} | `{test}` | {' | '.join(words)} |")
     return "\n".join(lines)
 
@@ -247,11 +252,12 @@ def host(results: dict[str, Any]) -> str:
 
 TABLES: dict[str, tuple[Path, Callable[[dict[str, Any]], str]]] = {
     "gdn-shapes": (GDN, partial(shapes, arm="flashqla", title="FlashQLA")),
-    "gdn-stages": (GDN, stages),
+    "gdn-newer": (NEWER, partial(shapes, arm="flashqla", title="FlashQLA")),
+    "gdn-stages": (NEWER, stages),
     "gdn-memory": (GDN, memory),
     "gdn-repeat": (GDN, repeat),
     "gdn-segments": (GDN, segments),
-    "gdn-host": (GDN, host),
+    "gdn-host": (NEWER, host),
     "kda-shapes": (KDA, partial(shapes, arm="fla", title="FLA")),
     "kda-stages": (KDA, partial(stages, shape="h64-1x16384")),
     "gdn-ranks": (GDN.with_name("h200-ranks.json"), ranks),
