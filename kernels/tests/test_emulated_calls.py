@@ -226,6 +226,16 @@ def test_calls_that_look_alike_are_told_apart(op: Op) -> None:
         op.call(**op.inputs, cu_seqlens_cpu=BOUNDS, use_qk_l2norm_in_kernel=True)
 
 
+def test_more_layouts_than_are_kept(op: Op) -> None:
+    """Launches are kept for each layout of the tensors; gradients come in any."""
+    expected = op.results()
+    do = op.do
+    for room in (*range(0, 80, 8), 0, 8):
+        op.do = torch.nn.functional.pad(do, (0, room))[..., :128]
+        with poisoned_empty():
+            assert_same(op.results(), expected)
+
+
 def test_a_tape_that_came_back_otherwise_is_refused_before_a_launch(op: Op) -> None:
     def forward(spoil: Any) -> torch.Tensor:
         inputs = {name: x.clone().requires_grad_() for name, x in op.inputs.items()}
