@@ -9,7 +9,12 @@
 #include <tvm/ffi/optional.h>
 
 #include <initializer_list>
+#include <new>
 #include <string>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+#include <vector>
 
 #include "seq.cuh"
 
@@ -133,13 +138,73 @@ inline Plan plan_of(const TensorView& words, int64_t n, int64_t chunk_capacity, 
 
 inline cudaStream_t stream_of(int64_t handle) { return reinterpret_cast<cudaStream_t>(handle); }
 
-// Raises a kernel's dynamic shared memory limit, then launches it.
+template <typename Kernel, typename... Args>
+void start(const char* name, Kernel kernel, dim3 grid, int threads, int shared_bytes, cudaStream_t stream,
+           const Args&... args) {
+  kernel<<<grid, threads, shared_bytes, stream>>>(args...);
+  check_cuda(cudaGetLastError(), name);
+}
+
+// Where a stand-in for tensor number `i` lies: no tensor does, and no number that a launch takes is like it. A host entry may
+// go half a TiB back and forth from there.
+constexpr uint64_t kNowhere = 0xcafe;
+inline uint64_t nowhere(uint64_t i) { return kNowhere << 48 | i << 40 | uint64_t{1} << 39; }
+inline bool is_nowhere(uint64_t address) { return address >> 48 == kNowhere; }
+
+// Arguments of a launch as bytes.
+struct alignas(64) Block {
+  uint64_t words[8];
+};
+
+// A launch that is kept, to be made again with other addresses in its arguments.
+struct Launch {
+  void (*run)(const Launch&, Block* arguments, cudaStream_t);
+  const char* name;
+  void (*kernel)();
+  dim3 grid;
+  int threads, shared_bytes;
+  std::vector<Block> arguments;  // a tuple
+};
+
+// Arguments that hold more of an address than the address say what follows from a new one by a member `readdress`.
+template <typename T>
+auto readdress(T& x, int) -> decltype(x.readdress()) {
+  x.readdress();
+}
+template <typename T>
+void readdress(T&, long) {}
+
+template <typename Kernel, typename... Args>
+Launch kept(const char* name, Kernel kernel, dim3 grid, int threads, int shared_bytes, const Args&... args) {
+  using Packed = std::tuple<Args...>;
+  static_assert((std::is_trivially_copyable_v<Args> && ...) && alignof(Packed) <= alignof(Block),
+                "arguments must be bytes");
+  const auto run = [](const Launch& x, Block* arguments, cudaStream_t stream) {
+    const auto again = [&](Args&... args) {
+      (readdress(args, 0), ...);
+      start(x.name, reinterpret_cast<Kernel>(x.kernel), x.grid, x.threads, x.shared_bytes, stream, args...);
+    };
+    std::apply(again, *reinterpret_cast<Packed*>(arguments));
+  };
+  std::vector<Block> arguments((sizeof(Packed) + sizeof(Block) - 1) / sizeof(Block));
+  new (arguments.data()) Packed(args...);
+  return {run, name, reinterpret_cast<void (*)()>(kernel), grid, threads, shared_bytes, std::move(arguments)};
+}
+
+// Where a host entry leaves its launches in place of making them: a negative handle of a stream points there.
+using Launches = std::vector<Launch>;
+inline int64_t handle_of(Launches& launches) { return -reinterpret_cast<int64_t>(&launches); }
+
+// Raises a kernel's dynamic shared memory limit, then launches it. Arguments hold addresses as they are, in whole words of 8
+// bytes, so that a kept launch can be given others.
 template <typename Kernel, typename... Args>
 void launch(const char* name, Kernel kernel, dim3 grid, int threads, int shared_bytes, cudaStream_t stream,
             const Args&... args) {
   check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes), name);
-  kernel<<<grid, threads, shared_bytes, stream>>>(args...);
-  check_cuda(cudaGetLastError(), name);
+  const auto handle = reinterpret_cast<int64_t>(stream);
+  if (handle < 0)
+    reinterpret_cast<Launches*>(-handle)->push_back(kept(name, kernel, grid, threads, shared_bytes, args...));
+  else start(name, kernel, grid, threads, shared_bytes, stream, args...);
 }
 
 }  // namespace cake::host
