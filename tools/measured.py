@@ -48,7 +48,7 @@ def rows(results: dict[str, Any], **wanted: Any) -> list[dict[str, Any]]:
 def cell(results: dict[str, Any], field: str, digits: int = 2, **wanted: Any) -> str:
     """One figure, or a dash where it was not measured."""
     found = rows(results, **wanted)
-    value = found[0][field] if found else None
+    value = found[0].get(field) if found else None
     return "–" if value is None else f"{value:.{digits}f}"
 
 
@@ -232,20 +232,27 @@ def fla_tests(results: dict[str, Any]) -> str:
 def host(results: dict[str, Any]) -> str:
     """Time until an eager call returns on an idle GPU, and what a call that launches nothing needs."""
     lines = [
-        "| until the call returns, us | fwd | fwd with the tape | fwd+bwd |",
-        "|---|---|---|---|",
+        "| until the call returns, us | fwd | with the tape | fwd+bwd | bwd, 1 thread | fwd+bwd, 1 thread |",
+        "|---|---|---|---|---|---|",
     ]
     for shape in ("M", "h4v12-rl"):
         heads = rows(results, shape=shape)[0]["heads"]
         for title, arm, mode in (("cake", "cake-det", "save"), ("FlashQLA", "flashqla", None)):
             wanted = {"shape": shape, "arm": arm}
             figures = [cell(results, "host_us", 0, **wanted, **{"pass": "fwd"})]
-            for name in ("fwd_train", "fwd+bwd"):
-                figures.append(cell(results, "host_us", 0, **wanted, mode=mode, **{"pass": name}))
+            for field, name in (
+                ("host_us", "fwd_train"),
+                ("host_us", "fwd+bwd"),
+                ("host_one_thread_us", "bwd"),
+                ("host_one_thread_us", "fwd+bwd"),
+            ):
+                figures.append(cell(results, field, 0, **wanted, mode=mode, **{"pass": name}))
             lines.append(f"| {title}, ({heads[0]}, {heads[1]}) | {' | '.join(figures)} |")
     floor = results["header"]["host_floor_us"]
+    one = results["header"].get("host_floor_one_thread_us", {}).get("fwd+bwd")
     lines.append(
-        f"| an autograd node that launches nothing | – | {floor['fwd_train']:.0f} | {floor['fwd+bwd']:.0f} |"
+        f"| an autograd node that launches nothing | – | {floor['fwd_train']:.0f} | {floor['fwd+bwd']:.0f} "
+        f"| – | {'–' if one is None else f'{one:.0f}'} |"
     )
     return "\n".join(lines)
 

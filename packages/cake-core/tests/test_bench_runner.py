@@ -15,7 +15,7 @@ SMALL = Shape("small", (1, 2), (3, 0, 5))
 LARGE = Shape("large", (2, 4), (40,))
 KEYS = [
     "op", "shape", "heads", "lengths", "pass", "arm", "mode",
-    "gpu_ms", "wall_ms", "host_us", "peak_bytes", "saved_bytes",
+    "gpu_ms", "wall_ms", "host_us", "host_one_thread_us", "peak_bytes", "saved_bytes",
 ]  # fmt: skip
 
 
@@ -104,6 +104,7 @@ def test_rows_hold_every_key_in_order_for_every_pass_and_mode():
         assert row["gpu_ms"] == 3.5
         assert row["peak_bytes"] == 1000
         assert row["host_us"] == 10 * row["wall_ms"]
+        assert (row["host_one_thread_us"] is not None) == (row["pass"] in ("bwd", "fwd+bwd"))
     assert not results.failed
 
 
@@ -118,7 +119,8 @@ def test_profiles_run_after_all_samples_and_are_grouped_by_kernel():
     meter = CountingMeter()
     results = runner(bench(arm(), arm("other", peer=True)), passes=("bwd",), meter=meter).run()
     measured = [word for word in meter.log if word != "synchronize"]
-    assert measured == ["sample"] * 10 + ["peak", "kernels", "kernels"] * 2
+    # Six of them in one thread.
+    assert measured == ["sample"] * 16 + ["peak", "kernels", "kernels"] * 2
     mine = [entry for entry in results.kernels if entry["arm"] == "own"]
     assert [(k["name"], k["calls"], k["gpu_ms"]) for k in mine] == [("scan", 2, 3.0), ("prep", 1, 0.5)]
     assert set(mine[0]) == {"op", "shape", "pass", "arm", "mode", "name", "calls", "gpu_ms"}
@@ -143,8 +145,8 @@ def test_passes_run_what_they_say():
         del seen[:]
         runner(bench(arm(call=call)), passes=(name,), samples=1, warmups=0, profiles=0).run()
         which[name] = seen[1:]
-    # After the check: one sample and one peak, each a forward.
-    assert which == {"fwd": [False] * 2, "fwd_train": [True] * 2, "bwd": [True] * 2, "fwd+bwd": [True] * 2}
+    # After the check: one sample, with a backward another one in one thread, and one peak, each a forward.
+    assert which == {"fwd": [False] * 2, "fwd_train": [True] * 2, "bwd": [True] * 3, "fwd+bwd": [True] * 3}
 
 
 def test_saved_bytes_count_each_piece_of_memory_once_and_no_input():
@@ -383,3 +385,17 @@ def test_kernels_of_known_work_say_what_they_reach():
     assert (scan["of_copy"], scan["of_matmul"]) == (0.5, pytest.approx(1 / 3, abs=1e-4))
     assert "bytes" not in prep
     assert not any("bytes" in entry for entry in results.kernels if entry["arm"] == "other")
+
+
+def test_one_thread_is_the_engines_own_no_longer():
+    meter, seen = CountingMeter(), []
+
+    def sample(prepare, run):
+        seen.append(torch._C._is_multithreading_enabled())
+        return 1.0, 10.0
+
+    meter.sample = sample
+    (row,) = rows_of(runner(bench(arm()), passes=("bwd",), meter=meter).run(), arm="own")
+    assert seen == [True] * 5 + [False] * 3
+    assert (row["host_us"], row["host_one_thread_us"]) == (10.0, 10.0)
+    assert torch._C._is_multithreading_enabled()

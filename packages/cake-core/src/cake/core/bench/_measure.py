@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from cake.core import config
 from cake.core.bench import _passes
 from cake.core.bench._meter import Meter
@@ -45,6 +47,8 @@ class Measurement:
     contender: Contender
     walls: list[float] = field(default_factory=list)
     hosts: list[float] = field(default_factory=list)
+    #: Of samples of their own, with autograd's engine in the calling thread.
+    hosts_in_one_thread: list[float] = field(default_factory=list)
     #: One list of (name, ms) per profiled run.
     profiles: list[list[tuple[str, float]]] = field(default_factory=list)
     peak_bytes: int | None = None
@@ -62,6 +66,11 @@ class Measurement:
     def host_us(self) -> float | None:
         """Median; None where device and host are one."""
         return statistics.median(self.hosts) if self.hosts else None
+
+    @property
+    def host_one_thread_us(self) -> float | None:
+        """Median; None for a forward, and where device and host are one."""
+        return statistics.median(self.hosts_in_one_thread) if self.hosts_in_one_thread else None
 
     @property
     def gpu_ms(self) -> float | None:
@@ -106,10 +115,31 @@ def measure(
                     if index >= warmups:
                         measurement.walls.append(wall)
                         measurement.hosts += [] if host is None else [host]
+        if which in ("bwd", "fwd+bwd"):
+            _in_one_thread(measurements, plans, meter, samples)
         for measurement, (prepare, run) in zip(measurements, plans, strict=True):
             if measurement.error is None:
                 _profile(measurement, prepare, run, meter, profiles)
     return measurements
+
+
+def _in_one_thread(
+    measurements: Sequence[Measurement],
+    plans: Sequence[tuple[Callable[[], Any], Callable[[Any], Any]]],
+    meter: Meter,
+    samples: int,
+) -> None:
+    """The host's time of a backward without waking autograd's thread of the device and being woken by it.
+
+    Each contender has been warmed up, and the walls are known: these samples give no more than their hosts.
+    """
+    with torch.autograd.set_multithreading_enabled(False):
+        for _ in range(samples):
+            for measurement, (prepare, run) in zip(measurements, plans, strict=True):
+                if measurement.hosts:  # else device and host are one
+                    with _attempt(measurement) as wanted:
+                        host = meter.sample(prepare, run)[1] if wanted else None
+                        measurement.hosts_in_one_thread += [] if host is None else [host]
 
 
 def _profile(

@@ -38,6 +38,12 @@ def header(bench: Bench, plan: Plan, device: torch.device, commit: str | None = 
         commit: Overrides what git says, for a copy of the tree that is no checkout.
     """
     spec = registry.op_spec(bench.op)
+    floor, floor_one_thread = {}, {}
+    if device.type == "cuda":
+        meter = CudaMeter(device)
+        floor = host_floor(meter, device)
+        with torch.autograd.set_multithreading_enabled(False):
+            floor_one_thread = host_floor(meter, device)
     found = {name: _version(name) for name in (*_ALWAYS, spec.distribution, *bench.distributions)}
     return {
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
@@ -52,7 +58,8 @@ def header(bench: Bench, plan: Plan, device: torch.device, commit: str | None = 
         "cuda": torch.version.cuda,
         "versions": dict(sorted(found.items())),
         "kernels": provenance.kernel_hash(spec),
-        "host_floor_us": host_floor(CudaMeter(device), device) if device.type == "cuda" else {},
+        "host_floor_us": floor,
+        "host_floor_one_thread_us": floor_one_thread,
         "commit": commit or git_commit(),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": " ".join(["cake", *sys.argv[1:]]),
@@ -65,7 +72,10 @@ def header(bench: Bench, plan: Plan, device: torch.device, commit: str | None = 
             "wall_ms": "CUDA events around the eager call (a CPU: host clock), L2 flushed and device idle "
             "before each sample, arms in turn, median",
             "host_us": "time until the eager call returns, same samples, median",
-            "host_floor_us": "host_us of an autograd node of five inputs that launches nothing",
+            "host_one_thread_us": "the same with autograd's engine in the calling thread "
+            "(torch.autograd.set_multithreading_enabled(False)), in samples of its own, of a backward",
+            "host_floor_us": "host_us of an autograd node of five inputs that launches nothing; "
+            "host_floor_one_thread_us: its host_one_thread_us",
             "peak_bytes": "most device memory in use during the pass beyond the inputs (bwd: with the tape)",
             "saved_bytes": "memory that the forward saves for the backward beyond the inputs",
         },
@@ -142,7 +152,7 @@ def table(results: Results) -> Table:
     made = Table(title="gpu / wall in ms" if profiled else "wall in ms", title_justify="left")
     for name in ("shape", "heads", "arm", "mode"):
         made.add_column(name)
-    for name in (*passes, "host us", "peak MB", "saved MB"):
+    for name in (*passes, "host us", "1 thread", "peak MB", "saved MB"):
         made.add_column(name, justify="right")
     previous = None
     for (shape, heads, arm, mode), rows in _grouped(results.rows):
@@ -157,6 +167,7 @@ def table(results: Results) -> Table:
             mode or "",
             *(_times(by_pass.get(which)) for which in passes),
             _number(last["host_us"], 1.0, ".0f"),
+            _number(last.get("host_one_thread_us"), 1.0, ".0f"),
             _number(last["peak_bytes"], 1e-6, ".1f"),
             _number(last["saved_bytes"], 1e-6, ".1f"),
         )

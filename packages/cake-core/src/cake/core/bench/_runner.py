@@ -277,6 +277,7 @@ def record(
         gpu_ms=measurement.gpu_ms,
         wall_ms=measurement.wall_ms,
         host_us=measurement.host_us,
+        host_one_thread_us=measurement.host_one_thread_us,
         peak_bytes=measurement.peak_bytes,
         saved_bytes=None if which == "fwd" else contender.saved_bytes,
     )
@@ -322,6 +323,7 @@ def row(
     gpu_ms: float | None = None,
     wall_ms: float | None = None,
     host_us: float | None = None,
+    host_one_thread_us: float | None = None,
     peak_bytes: int | None = None,
     saved_bytes: int | None = None,
 ) -> dict[str, Any]:
@@ -337,6 +339,7 @@ def row(
         "gpu_ms": gpu_ms,
         "wall_ms": wall_ms,
         "host_us": host_us,
+        "host_one_thread_us": host_one_thread_us,
         "peak_bytes": peak_bytes,
         "saved_bytes": saved_bytes,
     }
