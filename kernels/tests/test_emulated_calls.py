@@ -9,7 +9,7 @@ import torch
 
 from cake.core import config, loader, sequences, split_projection, workspace
 from cake.core.calls import Memo
-from cake.core.testing import assert_bitwise_equal, poisoned_empty
+from cake.core.testing import assert_bitwise_equal, poisoned_empty, relative_error
 
 BOUNDS = (0, 70, 70, 71, 199)
 
@@ -115,6 +115,36 @@ def test_a_gate_and_every_tape(op: Op, one_by_one: Any, keep: dict[str, bool]) -
     with poisoned_empty():
         assert_same(op.results(**arguments), expected)
         assert_same(op.results(**arguments), expected)
+
+
+@pytest.mark.parametrize("op", ["kda"], indirect=True)
+@pytest.mark.parametrize("keep", [{}, {"recompute_state": True}, {"allow_neg_eigval": True}], ids=str)
+def test_betas_that_come_as_logits(op: Op, one_by_one: Any, keep: dict[str, Any]) -> None:
+    """Their sigmoid and its gradient are a part of the recording, the latter in the logits' dtype."""
+    logits = torch.linspace(-9, 9, 398).view(199, 2)[torch.randperm(199)].bfloat16()
+    op.inputs["beta"] = torch.stack([logits, logits], -1)[None, ..., 0]
+    arguments = {"use_beta_sigmoid_in_kernel": True, **keep}
+    expected = one_by_one(**arguments)
+    with poisoned_empty():
+        for _ in range(2):
+            got = op.results(**arguments)
+            assert {name: x.dtype for name, x in got.items()} == {
+                name: x.dtype for name, x in expected.items()
+            }
+            # The C library's exp isn't torch's to the last bit.
+            assert max(relative_error(got[name], x) for name, x in expected.items()) < 1e-3
+    assert_same(op.results(wanted=("q",), **arguments), {name: got[name] for name in ("o", "ht", "q")})
+
+
+@pytest.mark.parametrize("op", ["kda"], indirect=True)
+def test_parameters_keep_their_shape(op: Op, one_by_one: Any) -> None:
+    op.inputs["A_log"], bias = torch.tensor([0.5, -0.5]), torch.linspace(-1, 1, 256)
+    for given in (bias, bias.view(2, 128), torch.stack([bias, bias], -1)[:, 0], bias.bfloat16()):
+        op.inputs["dt_bias"] = given
+        expected = one_by_one(use_gate_in_kernel=True)
+        got = op.results(use_gate_in_kernel=True)
+        assert got["dt_bias"].shape == given.shape
+        assert_same(got, expected)
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["save", "recompute"])

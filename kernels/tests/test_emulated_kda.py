@@ -18,7 +18,7 @@ from cake.core.testing import (
     poisoned_empty,
     relative_error,
 )
-from cake.kda import _cuda
+from cake.kda import _cuda, _gates
 from cake.kda import _torch as twins
 from cake.kda._stages import Gate
 
@@ -230,3 +230,19 @@ def test_merge(kernels, transposed):
     m = torch.randn(3, 2, 128, 128, generator=random) / 12
     expected = state_chain.merge(b, m, chains, 3, transposed=transposed)
     assert relative_error(kernels.merge(b, m, chains, 3, transposed=transposed), expected) <= 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_betas_of_logits(kernels, dtype):
+    x = torch.tensor([0.0, 1e-3, 1, 8, 17, 40, 88, 104, 1e4, torch.inf])
+    x = torch.cat([x, -x]).to(dtype).repeat(15)
+    logits = torch.stack([x, x], -1)[:, 0].view(2, 50, 3)
+    d_beta = torch.linspace(-2, 2, 300).view(2, 50, 3)
+    for scale in (1.0, 2.0):
+        with poisoned_empty():
+            beta = kernels.sigmoid(logits, scale)
+        torch.testing.assert_close(beta, _gates.beta_forward(logits, scale), rtol=3e-7, atol=1e-37)
+        to = torch.full((2, 3, 50), torch.nan, dtype=dtype).mT
+        kernels.sigmoid_backward(d_beta, logits, scale, to)
+        expected = _gates.beta_backward(d_beta, logits, scale)
+        torch.testing.assert_close(to, expected, rtol=1e-6 if dtype is torch.float32 else 8e-3, atol=1e-37)

@@ -141,26 +141,20 @@ def test_pieces_lie_without_gaps_and_aligned(library: Library) -> None:
         assert piece.first % alignment == 0
 
 
-def test_what_needs_no_result_may_go_first(library: Library) -> None:
+def test_another_shape_lies_where_its_base_does(library: Library) -> None:
     def run(x: Any) -> Any:
-        spare, o = scratch("op", "spare", (2,), FP32, CPU), empty((3,), FP32, CPU)
-        launch(library, "walk", CPU, x, spare)
-        launch(library, "walk", CPU, spare, o)
-        return (o,), ()
+        o = empty((3, 2), FP32, CPU)
+        launch(library, "walk", CPU, x.reshape(2, 2), o, o.reshape(6))
+        assert x.reshape(4) is x
+        return (o.reshape(6),), ()
 
-    made = record(library, "op", "backward", CPU, {"x": torch.zeros(1)}, run, early=True)
-    (_, _, checked, _, first), (_, _, unchecked, _, second) = library.made
-    assert [len(first), len(second)] == [1, 1]
-    assert checked[0] == ("x", False, 2, 32, 1)
-    assert unchecked[0] == ()
-    x = torch.ones(1)
-    (o,), _ = made.play((x,))
-    (x0, no, _, scratch0, _), (x1, o1, _, scratch1, _) = library.played
-    assert x0 is x1 is x
-    assert no is None
-    assert o1 is o
-    assert scratch0 is scratch1
-    assert record(library, "op", "backward", CPU, {"x": x}, run).early is None
+    made = record(library, "op", "forward", CPU, {"x": torch.zeros(4)}, run)
+    ((_, _, _, views, calls),) = library.made
+    assert views == [(1, 0, 2, 32, 3, 2), (0, 0, 2, 32, 2, 2), (1, 0, 2, 32, 6)]
+    assert calls[0][1:] == (("view", 1), ("view", 0), ("view", 2), ("argument", 4))
+    (o,), _ = made.play((torch.zeros(8)[::2],))
+    assert o.shape == (6,)
+    assert library.played[0][0].is_contiguous()
 
 
 def test_scratch_is_the_workspaces(library: Library) -> None:

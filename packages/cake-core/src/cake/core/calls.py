@@ -80,12 +80,16 @@ def near_key_of(
     try:
         return (
             tensors[0].device,
-            tuple([None if x is None else x.requires_grad for x in tensors]),
-            *[x.shape for x in tensors[:3]],
+            tensors[0].shape,
+            tensors[2].shape,
             cu_seqlens is None,
-            _known(cu_seqlens, cu_seqlens_cpu),
+            # On the device nobody knows them.
+            None
+            if cu_seqlens_cpu is None and (cu_seqlens is None or cu_seqlens.is_cuda)
+            else _known(cu_seqlens, cu_seqlens_cpu),
             settings,
             *_modes(),
+            *[None if x is None else x.requires_grad for x in tensors],
         )
     except AttributeError:
         return None  # one of them is no tensor

@@ -8,7 +8,7 @@ leaves for its backward is one tensor, the tape, besides the inputs that it need
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ from cake.core.calls import differentiated_once
 from cake.core.checks import check_saved
 from cake.core.gradients import layout_of
 from cake.core.launch import loadable
-from cake.core.recording import Extents, Recording, StandIn, know, known, record
+from cake.core.recording import Extents, Otherwise, Recording, StandIn, know, known, record
 from cake.core.segments import Segments
 from cake.core.sequences import Sequences
 
@@ -55,7 +55,7 @@ class Op:
     rows: of those whose rows kernels load 16 bytes at a time.
     laid: of those whose gradients a layout has places for (`cake.core.gradients`), in its order.
     stages: the backend's module; its `library` plays recordings, its `tables` are those of boundaries.
-    kept: by tape, for each input whether a backward needs it again.
+    kept: by tape, for each input whether a backward needs it again. It does the first three.
     forward: (call, inputs, tape) -> (output, final state), and the pieces of the tape.
     backward: (call, inputs, do, dht, pieces or None, wanted, into) -> a gradient for each input, or None.
         `into`: memory for those that are laid, in that order, or None. An input that wasn't kept has extents
@@ -70,6 +70,15 @@ class Op:
     kept: Callable[[str], tuple[bool, ...]]
     forward: Callable[..., tuple[Sequence[Any], Sequence[Any]]]
     backward: Callable[..., Sequence[Any]]
+    #: Of `kept`, by tape.
+    _places: dict[str, tuple[int, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def places(self, tape: str) -> tuple[int, ...]:
+        """Which of the inputs are kept."""
+        found = self._places.get(tape)
+        if found is None:
+            found = self._places[tape] = tuple(i for i, keep in enumerate(self.kept(tape)) if keep)
+        return found
 
 
 def run(
@@ -84,7 +93,7 @@ def run(
         Otherwise: of `recording`.
     """
     if call.differentiable:
-        apply: Any = _Node.apply
+        apply = _Node.apply if torch._C._are_functorch_transforms_active() else _apply
         o, final_state = apply(op, call, boundaries, *inputs)
     else:
         (o, final_state), _, _ = _forward(op, call, inputs, boundaries, "inputs")
@@ -98,15 +107,15 @@ class _Node(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         ctx.set_materialize_grads(False)
         (o, final_state), tape, plan = _forward(op, call, inputs, boundaries, call.tape)
-        ctx.op, ctx.call, ctx.layout = op, call, None
+        layout = None
         for x in inputs:
             if x is not None and not x.is_contiguous():
                 laid: list[Any] = [inputs[op.inputs.index(name)] for name in op.laid]
-                ctx.layout = layout_of(*laid)
+                layout = layout_of(*laid)
                 break
-        kept = [x if keep else None for x, keep in zip(inputs, op.kept(call.tape), strict=True)]
+        ctx.made = op, call, layout
         # Boundaries on the device are saved too: refilled in place before the backward, they raise there.
-        ctx.save_for_backward(*kept, boundaries, plan, tape)
+        ctx.save_for_backward(*[inputs[i] for i in op.places(call.tape)], boundaries, plan, tape)
         return o, final_state
 
     @staticmethod
@@ -114,13 +123,16 @@ class _Node(torch.autograd.Function):
     def backward(
         ctx: Any, do: torch.Tensor | None, dht: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        op, call, layout = ctx.op, ctx.call, ctx.layout
+        op, call, layout = ctx.made
         if do is None and dht is None:
             return (None,) * (3 + len(op.inputs))
         saved = ctx.saved_tensors  # asked once: a checkpoint unpacks at every question
         wanted = ctx.needs_input_grad[3:]
         v = saved[2]
-        do = v.new_zeros(v.shape) if do is None else loadable(do)
+        if do is None:
+            do = v.new_zeros(v.shape)
+        elif not do.is_contiguous():
+            do = loadable(do)
         if saved[-1] is None and saved[-2] is None:  # without a tape the tables are made again
             saved = (*saved[:-2], _host_tables(op, call, v.device), None)
         into = () if layout is None else tuple(layout.empty(v.device))
@@ -128,7 +140,13 @@ class _Node(torch.autograd.Function):
         recording = call.recordings.get(key)
         if recording is None or recording.epoch != loader.epoch:
             recording = call.recordings[key] = _backward(op, call, into, saved, do, dht, wanted)
-        grads, _ = recording.play((*into, *saved, do, dht))
+        try:
+            grads, _ = recording.play((*into, *saved, do, dht))
+        except Otherwise:
+            copy = loadable(do)
+            if copy is do:
+                raise
+            grads, _ = recording.play((*into, *saved, copy, dht))
         if into:
             at = dict(zip(op.laid, into, strict=True))
             named = zip(op.inputs, wanted, grads, strict=True)
@@ -136,6 +154,11 @@ class _Node(torch.autograd.Function):
         for i, dtype in recording.casts:
             grads[i] = grads[i].to(dtype)
         return (None, None, None, *grads)
+
+
+# What `_Node.apply` calls, at two thirds of its time: no argument has to be looked through where no transform
+# of functorch is active.
+_apply: Any = super(torch.autograd.Function, _Node).apply
 
 
 def _host_tables(op: Op, call: Call, device: torch.device) -> torch.Tensor | None:
@@ -186,19 +209,21 @@ def _backward(
     wanted: tuple[bool, ...],
 ) -> Recording:
     first, device, n = call.recordings[call.tape], do.device, len(op.inputs)
+    kept = op.places(call.tape)
     # What a recording is made of is what it checks from then on.
-    made = [*first.given, None if first.tape_bytes is None else Extents((first.tape_bytes,), torch.uint8)]
-    for name, x, extents in zip((*op.inputs, "cu_seqlens", "plan", "tape"), saved, made, strict=True):
+    made = [*[first.given[i] for i in kept], *first.given[n:]]
+    made.append(None if first.tape_bytes is None else Extents((first.tape_bytes,), torch.uint8))
+    of_saved = (*[op.inputs[i] for i in kept], "cu_seqlens", "plan", "tape")
+    for name, x, extents in zip(of_saved, saved, made, strict=True):
         if x is not None and extents is not None:
             check_saved(name, x, *extents, first.device)
 
     def stages(*given: Any) -> tuple[Sequence[Any], Sequence[Any]]:
         results, given = given[: len(into)], given[len(into) :]
-        inputs = [
-            StandIn(*extents, device) if x is None and extents is not None else x
-            for x, extents in zip(given[:n], first.given, strict=False)
-        ]
-        _, plan, tape, do, dht = given[n:]
+        inputs = [None if extents is None else StandIn(*extents, device) for extents in first.given[:n]]
+        for i, x in zip(kept, given, strict=False):
+            inputs[i] = x
+        _, plan, tape, do, dht = given[len(kept) :]
         pieces = None
         if tape is not None:
             tables, *pieces = tape
@@ -211,15 +236,7 @@ def _backward(
             for grad, need, there in zip(grads, wanted, laid, strict=True)
         ], ()
 
-    names = (
-        *[f"d{name}" for name in op.laid[: len(into)]],
-        *op.inputs,
-        "cu_seqlens",
-        "plan",
-        "tape",
-        "do",
-        "dht",
-    )
+    names = (*[f"d{name}" for name in op.laid[: len(into)]], *of_saved, "do", "dht")
     return record(
         op.stages().library(),
         op.name,
@@ -227,8 +244,8 @@ def _backward(
         device,
         dict(zip(names, (*into, *saved, do, dht), strict=True)),
         stages,
+        rows=("do",),
         tape_of=first if call.tape != "inputs" else None,
         dtypes=[None if extents is None else extents.dtype for extents in first.given[:n]],
-        early=True,
         whose="the backward's saved ",
     )

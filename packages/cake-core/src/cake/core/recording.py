@@ -82,6 +82,8 @@ class StandIn:
         self.dense = False
         #: ("argument", index) or ("view", index), once that is known.
         self.place: tuple[str, int] | None = None
+        #: What it is another shape of.
+        self.base: StandIn | None = None
 
     @property
     def extents(self) -> Extents:
@@ -91,6 +93,15 @@ class StandIn:
         """Itself: what stands in its place will be."""
         self.dense = True
         return self
+
+    def reshape(self, *shape: int) -> StandIn:
+        """The same memory in another shape, for launches or as a result."""
+        self.dense = True
+        if shape == self.shape:
+            return self
+        made = StandIn(shape, self.dtype, self.device)
+        made.base = self
+        return made
 
 
 class _Recorder:
@@ -175,8 +186,7 @@ class Recording:
     dense: which of the given tensors the stages want to be contiguous.
     tape: pieces of the tape, as the stages numbered them; None in place of what isn't there.
     tape_bytes, scratch_bytes: None where there is none of it.
-    early: plays what needs no result, before they are allocated; None where nothing is played apart.
-    entry: plays the rest.
+    entry: plays it.
     """
 
     epoch: int
@@ -191,7 +201,6 @@ class Recording:
     tape: tuple[Piece | None, ...]
     tape_bytes: int | None
     scratch_bytes: int | None
-    early: Callable[..., Any] | None
     entry: Callable[..., Any]
     held: tuple[Any, ...]
 
@@ -216,13 +225,8 @@ class Recording:
                 scratch = workspace.take(self.op, self.role, size, torch.uint8, device)
             else:
                 scratch = bytes_like.new_empty(self.scratch_bytes)
-        stream = stream_of(self.device)
-        wrong = None
-        if self.early is not None:
-            wrong = self.early(*given, *[None] * len(self.results), tape, scratch, stream)
-        if wrong is None:
-            made = [x if x is None else x[0].new_empty(x[1]) for x in self.results]
-            wrong = self.entry(*given, *made, tape, scratch, stream)
+        made = [x if x is None else x[0].new_empty(x[1]) for x in self.results]
+        wrong = self.entry(*given, *made, tape, scratch, stream_of(self.device))
         if wrong is not None:
             raise Otherwise(wrong)
         return made, tape
@@ -239,7 +243,6 @@ def record(
     rows: Collection[str] = (),
     tape_of: Recording | None = None,
     dtypes: Sequence[torch.dtype | None] = (),
-    early: bool = False,
     whose: str = "",
 ) -> Recording:
     """Records what `run` does.
@@ -256,8 +259,6 @@ def record(
         rows: which of `given` kernels load 16 bytes at a time, as `cake.core.launch.is_aligned` has it.
         tape_of: the recording that made that tape.
         dtypes: of the results, as a call wants them.
-        early: launch what needs no result before results are allocated. That is one more call into C++, for
-            a GPU that begins the sooner the dearer allocations are.
         whose: what errors say before the name of a tensor.
     """
     epoch = loader.epoch
@@ -292,14 +293,24 @@ def record(
     for i, x in enumerate(results):
         if x is not None:
             x.place = "argument", n + i
+            if x.base is not None:
+                inside(n + i, [(x.base, 0)])
     end = n + len(results)
     tape, tape_bytes = _arranged([x for x in keep if x is not None])
     inside(end, tape)
     rest, scratch_bytes = _arranged([x for x in recorder.made if x.place is None])
     inside(end + 1, rest)
     at = {id(x): first for x, first in tape}
+
+    def place_of(x: StandIn) -> tuple[str, int] | None:
+        if x.place is None and x.base is not None:
+            kind, i = x.base.place or ("", -1)
+            argument, first = (i, 0) if kind == "argument" else views[i][:2]
+            inside(argument, [(x, first)])
+        return x.place
+
     calls = [
-        (entry, *[x.place if isinstance(x, StandIn) else x for x in operands], ("argument", end + 2))
+        (entry, *[place_of(x) if isinstance(x, StandIn) else x for x in operands], ("argument", end + 2))
         for entry, *operands in recorder.calls
     ]
     checked = [
@@ -307,21 +318,7 @@ def record(
         for name, x in zip(given, stands, strict=True)
     ]
     unchecked = [()] * (len(results) + 3)
-    first = 0
-    if early:
-        of_results = {("argument", n + i) for i in range(len(results))}
-        needing = (
-            i
-            for i, made in enumerate(calls)
-            if of_results.intersection(x for x in made[1:] if type(x) is tuple)
-        )
-        first = next(needing, 0)
-
-    def player(checks: list[Any], some: list[Any]) -> Callable[..., Any]:
-        make = getattr(library, f"{op}_recording")
-        played: Callable[..., Any] = make(_DEVICES[device.type], device.index or 0, checks, views, some)
-        return played
-
+    make = getattr(library, f"{op}_recording")
     return Recording(
         epoch=epoch,
         given=tuple(None if x is None else x.extents for x in stands),
@@ -341,8 +338,7 @@ def record(
         tape=tuple(None if x is None else Piece(at[id(x)], x.extents) for x in keep),
         tape_bytes=tape_bytes if tape else None,
         scratch_bytes=scratch_bytes if rest else None,
-        early=player(checked + unchecked, calls[:first]) if first else None,
-        entry=player([()] * n + unchecked if first else checked + unchecked, calls[first:]),
+        entry=make(_DEVICES[device.type], device.index or 0, checked + unchecked, views, calls),
         held=tuple(recorder.held),
     )
 

@@ -126,6 +126,23 @@ def chunk_gated_delta_rule(
     long in packs that fill the GPU anyway. Another number of segments gives other bits within the same
     errors.
     """
+    tensors = (q, k, v, g, beta, initial_state, A_log, dt_bias)
+    near = None
+    if cp_context is None and not tracing.traced():
+        # A call that differs in nothing from one that passed every check, but for what its recording sees.
+        given = (
+            scale, output_final_state, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+            state_v_first, chunk_indices, use_gate_in_kernel, chunk_size, head_first, transpose_state_layout,
+            variant, recompute_state, segments, packing_invariant,
+        )  # fmt: skip
+        near = near_key_of(tensors, cu_seqlens, cu_seqlens_cpu, given)
+        call = None if near is None else _calls.get(near)
+        if call is not None:
+            try:
+                return _results(tensors, call, cu_seqlens, state_v_first or bool(transpose_state_layout))
+            except Otherwise:
+                pass  # another one's, or one that is refused
+
     if cp_context is not None:
         cp.refuse_states(initial_state, output_final_state)
     if chunk_indices is not None:
@@ -172,7 +189,6 @@ def chunk_gated_delta_rule(
             final_state = final_state.transpose(-1, -2).contiguous()
         return o, final_state
 
-    tensors = (q, k, v, g, beta, initial_state, A_log, dt_bias)
     settings: tuple[Any, ...] = (
         scale,
         bool(use_qk_l2norm_in_kernel),
@@ -184,21 +200,6 @@ def chunk_gated_delta_rule(
         segments,
         packing_invariant,
     )
-    near = None
-    if (
-        cp_context is None
-        and A_log is dt_bias is None
-        and not use_gate_in_kernel
-        and not use_beta_sigmoid_in_kernel
-    ):
-        # Nothing lies between the arguments and the recording, which sees all of their metadata.
-        near = near_key_of(tensors[:6], cu_seqlens, cu_seqlens_cpu, settings)
-        call = None if near is None else _calls.get(near)
-        if call is not None:
-            try:
-                return _results(tensors, call, cu_seqlens, state_v_first)
-            except Otherwise:
-                pass  # another one's, or one that is refused
     context, key = None, None
     if cp_context is not None:
         check_inputs(q, k, v, g, beta)
@@ -213,7 +214,14 @@ def chunk_gated_delta_rule(
     elif (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT:
         check_alignment(q, k, v)
 
-    if near is not None and call.played:
+    if (
+        near is not None
+        and call.played
+        and A_log is dt_bias is None
+        and not use_gate_in_kernel
+        and not use_beta_sigmoid_in_kernel
+    ):
+        # Nothing lies between the arguments and the recording, which sees all of their metadata.
         _calls.keep(near, call)
 
     if use_gate_in_kernel:

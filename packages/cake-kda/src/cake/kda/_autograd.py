@@ -60,6 +60,7 @@ class Call(Planned):
     """What a call is besides its tensors.
 
     use_gate: g is a raw gate; lower_bound: of that gate.
+    beta_scale: where kernels run the call and beta holds logits, the factor of their sigmoid.
     differentiable: whether a backward can follow.
     """
 
@@ -73,6 +74,7 @@ class Call(Planned):
     differentiable: bool
     # What is walked in place of whole sequences, if the call is cut.
     segments: Segments | None = None
+    beta_scale: float | None = None
     # Of all calls like this one.
     recordings: dict[Any, Recording] = field(default_factory=dict, init=False, repr=False, compare=False)
 

@@ -9,18 +9,24 @@ from typing import Any
 import torch
 
 from cake.core import played
-from cake.core.recording import known
+from cake.core.recording import empty, known
 from cake.kda import _autograd, _route, _stages
 from cake.kda._autograd import INPUTS, MAPS, Call, Tensors, prepare, walk_backward, walk_forward, walk_of
+from cake.kda._checks import HEAD_DIM
 from cake.kda._stages import Prep
+
+BETA = INPUTS.index("beta")
 
 
 def run(
-    tensors: Tensors, call: Call, cu_seqlens: torch.Tensor | None
+    tensors: tuple[Any, ...], call: Call, cu_seqlens: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Output and final state (None unless asked for), on the graph if a backward can follow.
 
-    `cu_seqlens`: as the call was given them.
+    Args:
+        tensors: in the order of `INPUTS`, dt_bias as it was given. beta holds logits where kernels run the
+            call and it has a `beta_scale`.
+        cu_seqlens: as the call was given them.
     """
     boundaries = cu_seqlens if call.seqs.boundaries is None else None
     if call.played:
@@ -28,7 +34,13 @@ def run(
         return played.run(_OP, call, tensors, boundaries)
     if call.seqs.total:
         _route.note(call.route)
-    return _autograd.run(tensors, call.at(boundaries))
+    return _autograd.run(by_head(tensors), call.at(boundaries))
+
+
+def by_head(x: Any) -> Tensors:
+    """Inputs as stages take them: dt_bias [HV, 128]."""
+    bias = x[-1]
+    return Tensors._make((*x[:-1], bias if bias is None else bias.reshape(x[2].shape[2], HEAD_DIM)))
 
 
 def _kernels() -> ModuleType:
@@ -39,13 +51,22 @@ def _kept(tape: str) -> tuple[bool, ...]:
     return tuple(name != "initial_state" or tape == "inputs" for name in INPUTS)
 
 
+def _inputs(call: Call, given: Sequence[Any], beta: Any = None) -> Tensors:
+    """Inputs of the stages; `beta`: where it is known already."""
+    x = by_head(given)
+    if beta is None and call.beta_scale is not None:
+        beta = _kernels().sigmoid(x.beta, call.beta_scale)
+    return x if beta is None else x._replace(beta=beta)
+
+
 def _forward(call: Call, inputs: Sequence[Any], tape: str) -> tuple[Sequence[Any], Sequence[Any]]:
-    x, save, final = Tensors(*inputs), tape != "inputs", call.output_final_state
+    x, save, final = _inputs(call, inputs), tape != "inputs", call.output_final_state
     prep = prepare(_kernels(), x, call, call.seqs)
     o, final_state, walk = walk_forward(
         _kernels(), x, prep, call.seqs, call, output_final_state=final, save_states=save
     )
-    pieces = (walk.states, *walk.maps)
+    beta = None if call.beta_scale is None else x.beta
+    pieces = (beta, walk.states, *walk.maps)
     return (o, final_state), (*pieces, *prep[:-1]) if tape == "all" else pieces
 
 
@@ -58,13 +79,24 @@ def _backward(
     wanted: tuple[bool, ...],
     into: Sequence[Any] | None,
 ) -> Sequence[Any]:
-    x = Tensors(*inputs)
-    states, *rest = pieces or (None,)
+    beta, states, *rest = pieces or (None, None)
+    x, scale, laid = _inputs(call, inputs, beta), call.beta_scale, into
+    if into is not None and scale is not None:
+        dq, dk, dv, _, dg = into
+        laid = dq, dk, dv, empty(x.beta.shape, x.beta.dtype, x.beta.device), dg
     maps = tuple(rest[: len(MAPS) if call.segments is not None else 0])
     prep = Prep._make((*rest[len(maps) :], known("plan"))) if call.tape == "all" else None
     walk = walk_of(_kernels(), x, prep, states, maps, call.seqs, call)
     has_state = x.initial_state is not None
-    return walk_backward(_kernels(), x, do, dht, walk, call.seqs, call, wanted, has_state, into)
+    grads = list(walk_backward(_kernels(), x, do, dht, walk, call.seqs, call, wanted, has_state, laid))
+    if scale is not None and wanted[BETA]:
+        logits = inputs[BETA]
+        to = empty(logits.shape, logits.dtype, logits.device) if into is None else into[3]
+        _kernels().sigmoid_backward(grads[BETA], logits, scale, to)
+        grads[BETA] = to
+    if grads[-1] is not None:
+        grads[-1] = grads[-1].reshape(*inputs[-1].shape)
+    return grads
 
 
 _OP = played.Op(

@@ -149,6 +149,24 @@ def chunk_kda(
     long in packs that fill the GPU anyway. Another number of segments gives other bits within the same
     errors. (Gradients of A_log and dt_bias are sums over the pack.)
     """
+    tensors = (q, k, v, g, beta, initial_state, A_log, dt_bias)
+    near = None
+    if cp_context is None and not tracing.traced():
+        # A call that differs in nothing from one that passed every check, but for what its recording sees.
+        given = (
+            scale, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel,
+            use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate, lower_bound, state_v_first,
+            disable_recompute, return_intermediate_states, chunk_size, transpose_state_layout, variant,
+            recompute_state, segments, packing_invariant, backend, use_graph, max_num_seqs,
+        )  # fmt: skip
+        near = near_key_of(tensors, cu_seqlens, cu_seqlens_cpu, given)
+        call = None if near is None else _calls.get(near)
+        if call is not None:
+            try:
+                return _results(tensors, call, cu_seqlens, state_v_first or bool(transpose_state_layout))
+            except Otherwise:
+                pass  # another one's, or one that is refused
+
     if cp_context is not None:
         cp.refuse_states(initial_state, output_final_state)
     if return_intermediate_states:
@@ -203,7 +221,6 @@ def chunk_kda(
             final_state = final_state.transpose(-1, -2).contiguous()
         return o, final_state
 
-    tensors = (q, k, v, g, beta, initial_state, A_log, dt_bias)
     settings: tuple[Any, ...] = (
         scale,
         bool(use_qk_l2norm_in_kernel),
@@ -217,17 +234,8 @@ def chunk_kda(
         segments,
         packing_invariant,
         backend,
+        _gates.beta_scale(allow_neg_eigval) if use_beta_sigmoid_in_kernel else None,
     )
-    near = None
-    if cp_context is None and not use_beta_sigmoid_in_kernel:
-        # Nothing lies between the arguments and the recording, which sees all of their metadata.
-        near = near_key_of(tensors, cu_seqlens, cu_seqlens_cpu, (*settings, getattr(dt_bias, "shape", None)))
-        call = None if near is None else _calls.get(near)
-        if call is not None:
-            try:
-                return _results(tensors, call, cu_seqlens, state_v_first)
-            except Otherwise:
-                pass  # another one's, or one that is refused
     context, key = None, None
     if cp_context is not None:
         check_inputs(q, k, v, g, beta)
@@ -243,30 +251,26 @@ def chunk_kda(
         check_alignment(("q", q), ("k", k), ("v", v), ("g", g))
 
     if near is not None and call.played:
+        # Nothing lies between the arguments and the recording, which sees all of their metadata.
         _calls.keep(near, call)
+    if context is None and call.played:
+        return _results(tensors, call, cu_seqlens, state_v_first)
 
     if use_beta_sigmoid_in_kernel:
         beta = _gates.beta_sigmoid(beta, allow_neg_eigval)
     tensors = (q, k, v, g, beta, initial_state, A_log, dt_bias)
     if context is not None:
-        return _kcp.run(_tensors(tensors, state_v_first), call, context), None
+        return _kcp.run(_run.by_head(tensors), call, context), None
     return _results(tensors, call, cu_seqlens, state_v_first)
-
-
-def _tensors(tensors: tuple[Any, ...], state_v_first: bool) -> _autograd.Tensors:
-    *of_tokens, initial_state, a_log, dt_bias = tensors
-    if state_v_first and initial_state is not None:
-        initial_state = initial_state.transpose(-1, -2)
-    if dt_bias is not None:
-        dt_bias = dt_bias.reshape(tensors[2].shape[2], HEAD_DIM)
-    return _autograd.Tensors._make((*of_tokens, initial_state, a_log, dt_bias))
 
 
 def _results(
     tensors: tuple[Any, ...], call: _autograd.Call, cu_seqlens: torch.Tensor | None, state_v_first: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Of the arguments; beta is no logit."""
-    o, final_state = _run.run(_tensors(tensors, state_v_first), call, cu_seqlens)
+    """Of the arguments; beta is no logit, unless kernels run the call."""
+    if state_v_first and tensors[5] is not None:
+        tensors = (*tensors[:5], tensors[5].transpose(-1, -2), *tensors[6:])
+    o, final_state = _run.run(tensors, call, cu_seqlens)
     if state_v_first and final_state is not None:
         final_state = final_state.transpose(-1, -2).contiguous()
     return o, final_state
@@ -300,6 +304,7 @@ def _call_of(
     segments: int | None,
     packing_invariant: bool,
     backend: str | None,
+    beta_scale: float | None,
 ) -> _autograd.Call:
     """Every check of a call, and what it is besides its tensors."""
     check_inputs(q, k, v, g, beta)
@@ -335,6 +340,7 @@ def _call_of(
         differentiable=torch.is_grad_enabled()
         and any(x is not None and x.requires_grad for x in (q, k, v, g, beta, initial_state, a_log, dt_bias)),
         segments=cut,
+        beta_scale=beta_scale,
     )
 
 

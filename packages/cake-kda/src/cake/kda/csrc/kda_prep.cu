@@ -1,8 +1,9 @@
-// Host entries of the plan tables and of kda_prep.
+// Host entries of the plan tables, of betas that come as logits, and of kda_prep.
 #include "kda_prep.cuh"
 
 #include "cake/plan_host.cuh"
 #include "cake/recording_host.cuh"
+#include "cake/sigmoid_host.cuh"
 #include "kda_gate_host.cuh"
 
 namespace cake::kda {
@@ -46,6 +47,8 @@ void kda_prep(TensorView q, TensorView k, TensorView g, int64_t gate_kind, Optio
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(kda_plan, make_plan);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(kda_boundaries, copy_boundaries);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(kda_prep, kda_prep);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(kda_sigmoid, make_sigmoid);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(kda_sigmoid_backward, make_sigmoid_backward);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(kda_recording, record);
 
 }  // namespace cake::kda

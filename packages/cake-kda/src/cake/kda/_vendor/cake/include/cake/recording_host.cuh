@@ -122,7 +122,7 @@ class Recording {
     size_t most = 0;  // blocks of arguments
   };
 
-  static constexpr uint64_t kAlignment = 16;
+  static constexpr uint64_t kAlignment = 16, kShift = 64;
   static constexpr size_t kMostKept = 8;  // layouts; the oldest is forgotten
 
   static uint64_t address(const DLTensor& x) { return reinterpret_cast<uint64_t>(x.data) + x.byte_offset; }
@@ -158,17 +158,14 @@ class Recording {
     return nullptr;
   }
 
-  // Runs the entries on stand-ins of the tensors.
-  std::shared_ptr<const Kept> keep(PackedArgs args, const std::vector<const DLTensor*>& tensors,
-                                   std::vector<int64_t> layout) {
-    const auto kept = std::make_shared<Kept>();
-    kept->layout = std::move(layout);
+  // What the entries launch for stand-ins of the tensors, each `shift` bytes from where it would be.
+  Launches launches_of(PackedArgs args, const std::vector<const DLTensor*>& tensors, uint64_t shift) const {
     std::vector<DLTensor> stands(tensors.size()), views(views_.size());
     std::vector<AnyView> given(args.data(), args.data() + args.size());
     for (size_t i = 0; i < tensors.size(); ++i) {
       if (!tensors[i]) continue;
       stands[i] = *tensors[i];
-      stands[i].data = reinterpret_cast<void*>(nowhere(i) + residue(*tensors[i]));
+      stands[i].data = reinterpret_cast<void*>(nowhere(i) + residue(*tensors[i]) + shift);
       stands[i].byte_offset = 0;
       given[i] = AnyView(&stands[i]);
     }
@@ -193,17 +190,29 @@ class Recording {
       Any none;
       call.function.CallPacked(packed.data(), static_cast<int>(packed.size()), &none);
     }
-    for (Launch& launch : launches) {
-      KeptLaunch made{std::move(launch), {}};
-      const std::vector<Block>& arguments = made.launch.arguments;
-      for (uint32_t i = 0; i < 8 * arguments.size(); ++i) {
-        const uint64_t word = arguments[i / 8].words[i % 8];
-        if (!is_nowhere(word)) continue;
-        const auto argument = static_cast<uint32_t>(word >> 40 & 0xff);
-        const auto offset = static_cast<int64_t>(word - nowhere(argument) - residue(*tensors.at(argument)));
-        made.addresses.push_back({i, argument, offset});
+    return launches;
+  }
+
+  std::shared_ptr<const Kept> keep(PackedArgs args, const std::vector<const DLTensor*>& tensors,
+                                   std::vector<int64_t> layout) {
+    const auto kept = std::make_shared<Kept>();
+    kept->layout = std::move(layout);
+    // An address moves with its stand-in; the rest of one that was left between an argument's members doesn't move its data.
+    Launches launches = launches_of(args, tensors, 0), moved = launches_of(args, tensors, kShift);
+    for (size_t n = 0; n < launches.size(); ++n) {
+      KeptLaunch made{std::move(launches[n]), {}};
+      const std::vector<Block>& here = made.launch.arguments;
+      const std::vector<Block>& there = moved.at(n).arguments;
+      for (uint32_t i = 0; i < 8 * here.size(); ++i) {
+        const uint64_t word = here[i / 8].words[i % 8];
+        const uint32_t argument = word >> 40 & 0xff;
+        if (!is_nowhere(word) || there.at(i / 8).words[i % 8] != word + kShift || argument >= tensors.size() ||
+            !tensors[argument])
+          continue;
+        made.addresses.push_back(
+            {i, argument, static_cast<int64_t>(word - nowhere(argument) - residue(*tensors[argument]))});
       }
-      kept->most = std::max(kept->most, arguments.size());
+      kept->most = std::max(kept->most, here.size());
       kept->launches.push_back(std::move(made));
     }
     const std::lock_guard<std::mutex> lock(mutex_);
