@@ -214,8 +214,10 @@ class Recording:
             Otherwise: a tensor of another shape, dtype or device, or rows that kernels can't load.
             RuntimeError: a failed launch.
         """
-        if self.dense:
-            given = tuple([x.contiguous() if i in self.dense else x for i, x in enumerate(given)])
+        for i in self.dense:
+            if not given[i].is_contiguous():
+                given = tuple([x.contiguous() if j in self.dense else x for j, x in enumerate(given)])
+                break
         bytes_like, tape, scratch = self.bytes_like, None, None
         if self.tape_bytes is not None:
             tape = bytes_like.new_empty(self.tape_bytes)
