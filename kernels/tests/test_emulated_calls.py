@@ -147,17 +147,27 @@ def test_parameters_keep_their_shape(op: Op, one_by_one: Any) -> None:
         assert_same(got, expected)
 
 
-@pytest.mark.parametrize("recompute", [False, True], ids=["save", "recompute"])
-def test_boundaries_on_the_device(op: Op, monkeypatch: Any, recompute: bool) -> None:
-    def unseen(batch: int, tokens: int, device: Any, cu_seqlens: Any, cpu: Any) -> Any:
-        return sequences.packed_on_device(cu_seqlens, tokens)
+@pytest.fixture
+def unseen(op: Op, monkeypatch: Any) -> Any:
+    """`unseen(arguments)`: lets calls find boundaries on the device, in any tensor and read by nobody."""
 
+    def start() -> None:
+        monkeypatch.setattr(op.api, "_calls", Memo())
+        monkeypatch.setattr(
+            op.api.sequences,
+            "of_call",
+            lambda batch, tokens, device, cu, cpu: sequences.packed_on_device(cu, tokens),
+        )
+        monkeypatch.setattr(op.api, "key_of", lambda tensors, cu, cpu, settings: settings)
+        monkeypatch.setattr(op.api, "near_key_of", lambda tensors, cu, cpu, settings: ("near", settings))
+
+    return start
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["save", "recompute"])
+def test_boundaries_on_the_device(op: Op, unseen: Any, recompute: bool) -> None:
     expected = op.results(recompute_state=recompute)
-    monkeypatch.setattr(op.api, "_calls", Memo())
-    monkeypatch.setattr(op.api.sequences, "of_call", unseen)
-    # What a GPU's tensor does, whose values nobody reads.
-    monkeypatch.setattr(op.api, "key_of", lambda tensors, cu, cpu, settings: settings)
-    monkeypatch.setattr(op.api, "near_key_of", lambda tensors, cu, cpu, settings: ("near", settings))
+    unseen()
     for _ in range(2):
         cu_seqlens = torch.tensor(BOUNDS, dtype=torch.int32)
         with poisoned_empty():
@@ -168,6 +178,17 @@ def test_boundaries_on_the_device(op: Op, monkeypatch: Any, recompute: bool) -> 
     other = op.results(cu_seqlens=cu_seqlens, cu_seqlens_cpu=None, recompute_state=recompute)
     assert not torch.equal(other["o"], expected["o"])
     assert len(set(op.api._calls._made.values())) == 1
+
+
+def test_segments_that_are_cut_on_the_device(op: Op, unseen: Any, monkeypatch: Any) -> None:
+    expected = op.results(segments=2)  # of one chunk each
+    unseen()
+    monkeypatch.setattr("cake.core.segments.plan_unseen", lambda *asked: 1)
+    for _ in range(2):
+        cu_seqlens = torch.tensor(BOUNDS, dtype=torch.int64)
+        with poisoned_empty():
+            got = op.results(cu_seqlens=cu_seqlens, cu_seqlens_cpu=None)
+        assert_same(got, expected)
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["save", "recompute"])

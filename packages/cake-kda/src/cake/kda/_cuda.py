@@ -291,11 +291,7 @@ def _merges() -> Any:
 
 def _plans() -> tuple[Any, Any, Any]:
     library = _library("kda_prep")
-    return library.kda_plan, library.kda_boundaries, _cut_plan
-
-
-def _cut_plan(*arguments: Any) -> None:
-    _library("kda_transfer").kda_cut_plan(*arguments)
+    return library.kda_plan, library.kda_boundaries, library.kda_cut_plan
 
 
 @lru_cache(maxsize=64)

@@ -1,9 +1,8 @@
-// Host entries of kda_transfer, and of the tables of segments that are cut on the device.
+// Host entries of kda_transfer.
 #include "kda_transfer.cuh"
 
 #include <cmath>
 
-#include "cake/plan_host.cuh"
 #include "kda_walk_host.cuh"
 
 namespace cake::kda {
@@ -46,7 +45,6 @@ void kda_adj_transfer(TensorView grad, TensorView beta, TensorView plan, int64_t
   launch_walk("kda_adj_transfer", adj_transfer_kernel<2>, adj_transfer_kernel<1>, args, n * v_heads, device, stream);
 }
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(kda_cut_plan, make_cut_plan);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(kda_transfer, kda_transfer);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(kda_adj_transfer, kda_adj_transfer);
 
