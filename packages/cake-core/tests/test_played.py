@@ -204,3 +204,15 @@ def test_no_gradient_of_a_gradient(stages: list[str]) -> None:
     (dq,) = torch.autograd.grad((o * o).sum(), given[0], create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dq.sum().backward()
+
+
+def test_a_transform_of_functorch_is_refused_as_by_any_such_node(stages: list[str]) -> None:
+    q, k, v = (x.detach() for x in inputs())
+    call = Call(packed(BOUNDS, 6))
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return played.run(TOY, call, (x, k, v, None), None)[0].sum()
+
+    with pytest.raises(RuntimeError, match="setup_context"):
+        torch.func.grad(loss)(q)
+    check(call, inputs(), state=None)
