@@ -1,5 +1,7 @@
 #include "emulator.h"
 
+#include "cuda.h"
+
 #include <setjmp.h>
 #include <ucontext.h>
 
@@ -107,7 +109,7 @@ struct Warp {
 
 // A bulk load; or, of a thread's loads, the arrival that is due when those before `end` have landed.
 struct Event {
-  Copy copy;
+  std::vector<Copy> copies;
   uint32_t bar;
   int thread;  // -1: a bulk load
   uint64_t end;
@@ -215,8 +217,9 @@ void land(size_t index) {
     fibers[event.thread].loads.land(event.end);
     complete(event.bar, 1, 0);
   } else {
-    event.copy.run();
-    complete(event.bar, 0, event.copy.bytes);
+    uint32_t bytes = 0;
+    for (const Copy& copy : event.copies) copy.run(), bytes += copy.bytes;
+    complete(event.bar, 0, bytes);
   }
 }
 
@@ -532,12 +535,52 @@ void copy_async_arrive(uint32_t bar) { events.push_back({{}, bar, current, fiber
 void bulk_load(uint32_t to, const void* from, uint32_t bytes, uint32_t bar) {
   if (reinterpret_cast<uintptr_t>(from) % 16 != 0 || bytes % 16 != 0) fail("a bulk load isn't aligned to 16 bytes");
   mbarrier(bar);
-  events.push_back({{shared(to, bytes, 16), from, bytes}, bar, -1, 0});
+  events.push_back({{{shared(to, bytes, 16), from, bytes}}, bar, -1, 0});
 }
 
 void bulk_store(void* to, uint32_t from, uint32_t bytes) {
   if (reinterpret_cast<uintptr_t>(to) % 16 != 0 || bytes % 16 != 0) fail("a bulk store isn't aligned to 16 bytes");
   start(fibers[current].stores, {to, shared(from, bytes, 16), bytes});
+}
+
+// The 16-byte groups of a box, each in shared memory and in the tensor, there null outside of it.
+static std::vector<std::pair<uint8_t*, uint8_t*>> groups_of(uint32_t tile, const void* mapped, const int (&at)[4]) {
+  TensorMap map;
+  std::memcpy(&map, mapped, sizeof(map));
+  if (reinterpret_cast<uintptr_t>(mapped) % 64 != 0) fail("a tensor map isn't aligned");
+  uint32_t rows = 1;
+  for (int i = 1; i < 4; ++i) rows *= map.box[i];
+  shared(tile, rows * 128, 1024);
+  std::vector<std::pair<uint8_t*, uint8_t*>> found;
+  for (uint32_t row = 0; row < rows; ++row) {
+    uint32_t rest = row;
+    uint8_t* from = map.data;
+    bool inside = true;
+    for (int i = 1; i < 4; rest /= map.box[i++]) {
+      const int64_t index = at[i] + static_cast<int64_t>(rest % map.box[i]);
+      inside = inside && index >= 0 && index < static_cast<int64_t>(map.sizes[i]);
+      from += index * static_cast<int64_t>(map.strides[i - 1]);
+    }
+    for (uint32_t group = 0; group < 8; ++group) {
+      const int64_t column = at[0] + 8 * static_cast<int64_t>(group);
+      const bool there = inside && column >= 0 && column + 8 <= static_cast<int64_t>(map.sizes[0]);
+      found.push_back(
+          {shared(tile + row * 128 + ((group ^ (row & 7)) << 4), 16, 16), there ? from + 2 * column : nullptr});
+    }
+  }
+  return found;
+}
+
+void tensor_load(uint32_t to, const void* map, const int (&at)[4], uint32_t bar) {
+  mbarrier(bar);
+  Event event{{}, bar, -1, 0};
+  for (const auto& [here, there] : groups_of(to, map, at)) event.copies.push_back({here, there, 16});
+  events.push_back(std::move(event));
+}
+
+void tensor_store(const void* map, const int (&at)[4], uint32_t from) {
+  for (const auto& [here, there] : groups_of(from, map, at))
+    if (there) start(fibers[current].stores, {there, here, 16});
 }
 
 void bulk_commit() { fibers[current].stores.commit(); }

@@ -49,6 +49,9 @@ void copy_async_wait(int pending);
 void copy_async_arrive(uint32_t bar);  // once this thread's copies so far have landed
 void bulk_load(uint32_t to, const void* from, uint32_t bytes, uint32_t bar);
 void bulk_store(void* to, uint32_t from, uint32_t bytes);
+// Boxes of a tensor of four dimensions, swizzled as in tile.cuh; `map` as cuda.h has it.
+void tensor_load(uint32_t to, const void* map, const int (&at)[4], uint32_t bar);
+void tensor_store(const void* map, const int (&at)[4], uint32_t from);
 void bulk_commit();
 void bulk_wait();
 

@@ -55,6 +55,12 @@ inline void bulk_load(uint32_t dst, const void* src, uint32_t bytes, uint32_t ba
   emulator::bulk_load(dst, src, bytes, bar);
 }
 inline void bulk_store(void* dst, uint32_t src, uint32_t bytes) { emulator::bulk_store(dst, src, bytes); }
+inline void tensor_load(uint32_t dst, const void* map, int column, int head, int token, int batch, uint32_t bar) {
+  emulator::tensor_load(dst, map, {column, head, token, batch}, bar);
+}
+inline void tensor_store(const void* map, int column, int head, int token, int batch, uint32_t src) {
+  emulator::tensor_store(map, {column, head, token, batch}, src);
+}
 inline void bulk_commit() { emulator::bulk_commit(); }
 inline void bulk_wait_read() { emulator::bulk_wait(); }
 inline void bulk_wait() { emulator::bulk_wait(); }

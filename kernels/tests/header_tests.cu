@@ -162,10 +162,55 @@ void transpose_channels(TensorView x, TensorView y, TensorView z, int64_t stream
          dense_f32(y, "y", {128, 64}), dense_bf16(z, "z", {64, 128}));
 }
 
+// The tile of one head's 64 tokens from `token` on, by one thread: as it lies in shared memory to `seen`, and back to another
+// tensor.
+static __global__ void __launch_bounds__(128)
+    copy_tile_kernel(const __grid_constant__ TileMap from, const __grid_constant__ TileMap to, __nv_bfloat16* seen,
+                     int batch, int token, int head) {
+  extern __shared__ __align__(1024) uint8_t raw[];
+  __shared__ __align__(8) uint64_t landed;
+  const uint32_t tile = smem_addr(raw), bar = smem_addr(&landed);
+  if (threadIdx.x == 0) {
+    mbar_init(bar, 1);
+    mbar_init_fence();
+    mbar_arrive_expect_tx(bar, kTokenTileBytes);
+    load_tile<2>(tile, from, head, token, batch, bar);
+  }
+  __syncthreads();
+  mbar_wait(bar, 0);
+  for (int i = threadIdx.x; i < 64 * 16; i += 128)
+    *reinterpret_cast<uint4*>(seen + i * 8) = ld_shared_16(tile + group_offset<64>(i / 16, i % 16));
+  if (threadIdx.x == 0) {
+    store_tile<2>(to, head, token, batch, tile);
+    bulk_commit();
+    bulk_wait();
+  }
+}
+
+// x, y: [B, T, H, 128]; seen: [64, 128]. `elsewhere`: whether maps are made for other addresses and follow afterwards.
+void copy_tile(TensorView x, TensorView y, TensorView seen, int64_t batch, int64_t token, int64_t head, bool elsewhere,
+               int64_t stream) {
+  DeviceGuard guard(x.device().device_id);
+  const auto map = [&](const TensorView& tensor, const char* name) {
+    auto rows = const_rows(tensor, name, {x.size(0), x.size(1), x.size(2), kHeadDim});
+    const void* data = rows.data;
+    if (elsewhere) rows.data = reinterpret_cast<const __nv_bfloat16*>(nowhere(3));
+    TileMap made = tile_map(rows, x.size(0), x.size(1), x.size(2));
+    if (elsewhere) {
+      made.data = data;
+      made.readdress();
+    }
+    return made;
+  };
+  launch("copy_tile", copy_tile_kernel, dim3(1), 128, kTokenTileBytes, stream_of(stream), map(x, "x"), map(y, "y"),
+         dense_bf16(seen, "seen", {64, 128}), int(batch), int(token), int(head));
+}
+
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(wgmma_product, wgmma_product);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(narrow_product, narrow_product);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(invert, invert);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(invert_by_warp, invert_by_warp);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(transpose_channels, transpose_channels);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(copy_tile, copy_tile);
 
 }  // namespace cake::tests

@@ -115,3 +115,28 @@ def test_transposed_fragments(library, device, stream):
     library.transpose_channels(x, y, z, stream)
     assert torch.equal(y, x.T.float())
     assert torch.equal(z, 2 * x)
+
+
+TENSORS = {
+    "contiguous": lambda x: x,
+    "heads first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "wide rows": lambda x: torch.cat([x, x], -1)[..., :128],
+    "a head for all": lambda x: x[:, :, :1].expand(x.shape),
+    "one batch": lambda x: x[:1],
+}
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["", "given another address"])
+@pytest.mark.parametrize("layout", TENSORS)
+def test_tiles_by_one_thread(library, device, stream, layout, elsewhere):
+    x = TENSORS[layout](torch.randn(2, 150, 3, 128, device=device).bfloat16())
+    y = torch.full(x.shape, float("nan"), device=device, dtype=torch.bfloat16)
+    seen = torch.full((64, 128), float("nan"), device=device, dtype=torch.bfloat16)
+    batch, token, head = x.shape[0] - 1, 100, 1
+    library.copy_tile(x, y, seen, batch, token, head, elsewhere, stream)
+    # 14 of the tokens lie behind the last.
+    assert torch.equal(seen[:50], x[batch, token:, head])
+    assert (seen[50:] == 0).all()
+    assert torch.equal(y[batch, token:, head], x[batch, token:, head])
+    y[batch, token:, head] = torch.nan
+    assert y.isnan().all()
