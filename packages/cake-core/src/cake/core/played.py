@@ -13,9 +13,9 @@ from types import ModuleType
 from typing import Any, Protocol
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from cake.core import loader
-from cake.core.calls import differentiated_once
 from cake.core.checks import check_saved
 from cake.core.gradients import layout_of
 from cake.core.launch import loadable
@@ -119,10 +119,12 @@ class _Node(torch.autograd.Function):
         return o, final_state
 
     @staticmethod
-    @differentiated_once
     def backward(
         ctx: Any, do: torch.Tensor | None, dht: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            refusing: tuple[torch.Tensor | None, ...] = _once(ctx, do, dht)
+            return refusing
         op, call, layout = ctx.made
         if do is None and dht is None:
             return (None,) * (3 + len(op.inputs))
@@ -156,6 +158,8 @@ class _Node(torch.autograd.Function):
         return (None, None, None, *grads)
 
 
+# The same with results that have no gradients.
+_once: Any = once_differentiable(_Node.backward)
 # What `_Node.apply` calls, at two thirds of its time: no argument has to be looked through where no transform
 # of functorch is active.
 _apply: Any = super(torch.autograd.Function, _Node).apply
@@ -174,7 +178,8 @@ def _forward(
     op: Op, call: Call, inputs: tuple[Any, ...], boundaries: torch.Tensor | None, tape: str
 ) -> tuple[list[Any], torch.Tensor | None, torch.Tensor | None]:
     """(output, final state), the tape, and tables that the host made; these two None without a tape."""
-    plan = _host_tables(op, call, inputs[2].device)
+    walked = call.segments or call.seqs
+    plan = None if walked.boundaries is None else _host_tables(op, call, inputs[2].device)
     recording = call.recordings.get(tape)
     if recording is None or recording.epoch != loader.epoch:
         recording = call.recordings[tape] = _recorded_forward(op, call, inputs, boundaries, plan, tape)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -83,7 +84,7 @@ class Call(Planned):
         """Whether kernels run it."""
         return self.route.backend == "cuda" and self.seqs.total > 0
 
-    @property
+    @cached_property
     def tape(self) -> str:
         """What a forward leaves for its backward."""
         return self.route.tape

@@ -15,26 +15,31 @@ from cake.kda._autograd import INPUTS, MAPS, Call, Tensors, prepare, walk_backwa
 from cake.kda._checks import HEAD_DIM
 from cake.kda._stages import Prep
 
-BETA = INPUTS.index("beta")
+BETA, STATE = INPUTS.index("beta"), INPUTS.index("initial_state")
 
 
 def run(
-    tensors: tuple[Any, ...], call: Call, cu_seqlens: torch.Tensor | None
+    tensors: tuple[Any, ...], call: Call, cu_seqlens: torch.Tensor | None, state_v_first: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Output and final state (None unless asked for), on the graph if a backward can follow.
 
     Args:
-        tensors: in the order of `INPUTS`, dt_bias as it was given. beta holds logits where kernels run the
-            call and it has a `beta_scale`.
-        cu_seqlens: as the call was given them.
+        tensors: in the order of `INPUTS`, as they were given, but beta is no logit unless kernels run the
+            call.
+        cu_seqlens, state_v_first: as of the call.
     """
     boundaries = cu_seqlens if call.seqs.boundaries is None else None
-    if call.played:
-        _route.note(call.route)
-        return played.run(_OP, call, tensors, boundaries)
+    if state_v_first and tensors[STATE] is not None:
+        tensors = (*tensors[:STATE], tensors[STATE].transpose(-1, -2), *tensors[STATE + 1 :])
     if call.seqs.total:
         _route.note(call.route)
-    return _autograd.run(by_head(tensors), call.at(boundaries))
+    if call.played:
+        o, final_state = played.run(_OP, call, tensors, boundaries)
+    else:
+        o, final_state = _autograd.run(by_head(tensors), call.at(boundaries))
+    if state_v_first and final_state is not None:
+        final_state = final_state.transpose(-1, -2).contiguous()
+    return o, final_state
 
 
 def by_head(x: Any) -> Tensors:

@@ -163,7 +163,7 @@ def chunk_kda(
         call = None if near is None else _calls.get(near)
         if call is not None:
             try:
-                return _results(tensors, call, cu_seqlens, state_v_first or bool(transpose_state_layout))
+                return _run.run(tensors, call, cu_seqlens, state_v_first or bool(transpose_state_layout))
             except Otherwise:
                 pass  # another one's, or one that is refused
 
@@ -254,26 +254,14 @@ def chunk_kda(
         # Nothing lies between the arguments and the recording, which sees all of their metadata.
         _calls.keep(near, call)
     if context is None and call.played:
-        return _results(tensors, call, cu_seqlens, state_v_first)
+        return _run.run(tensors, call, cu_seqlens, state_v_first)
 
     if use_beta_sigmoid_in_kernel:
         beta = _gates.beta_sigmoid(beta, allow_neg_eigval)
     tensors = (q, k, v, g, beta, initial_state, A_log, dt_bias)
     if context is not None:
         return _kcp.run(_run.by_head(tensors), call, context), None
-    return _results(tensors, call, cu_seqlens, state_v_first)
-
-
-def _results(
-    tensors: tuple[Any, ...], call: _autograd.Call, cu_seqlens: torch.Tensor | None, state_v_first: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Of the arguments; beta is no logit, unless kernels run the call."""
-    if state_v_first and tensors[5] is not None:
-        tensors = (*tensors[:5], tensors[5].transpose(-1, -2), *tensors[6:])
-    o, final_state = _run.run(tensors, call, cu_seqlens)
-    if state_v_first and final_state is not None:
-        final_state = final_state.transpose(-1, -2).contiguous()
-    return o, final_state
+    return _run.run(tensors, call, cu_seqlens, state_v_first)
 
 
 # What is known of calls by their metadata: every check has passed, and the plan is made.
