@@ -210,7 +210,9 @@ auto readdress(T& x, int) -> decltype(x.readdress()) {
   x.readdress();
 }
 template <typename T>
-void readdress(T&, long) {}
+void readdress(T&, long) {
+  static_assert(alignof(T) < alignof(TileMap), "what holds a tensor map needs a member `readdress`");
+}
 
 template <typename Kernel, typename... Args>
 Launch kept(const char* name, Kernel kernel, dim3 grid, int threads, int shared_bytes, const Args&... args) {
