@@ -101,7 +101,7 @@ def assert_like(expected, got, limit):
 
 def forward(run, case, *, l2norm=True):
     """Tables, prep and scan: through the segments, if there are any."""
-    prep = run.prep(case.q, case.k, case.g, case.beta, case.seqs, l2norm=l2norm)
+    prep = run.prep(case.k, case.g, case.beta, case.seqs, l2norm=l2norm)
     cut, entering, maps = isinstance(case.seqs, segments.Segments), None, None
     if cut:
         b, *maps = run.transfer(
@@ -109,8 +109,8 @@ def forward(run, case, *, l2norm=True):
         )
         entering = run.chain(b, *maps, prep, case.seqs)
     o, final, states = run.scan(
-        case.q, case.k, case.v, case.beta, prep, case.seqs, scale=SCALE, initial_state=case.state,
-        entering=entering, output_final_state=True, save_states=True,
+        case.q, case.k, case.v, case.beta, prep, case.seqs, scale=SCALE, l2norm=l2norm,
+        initial_state=case.state, entering=entering, output_final_state=True, save_states=True,
     )  # fmt: skip
     return prep, maps, {"o": o, "final": final, "states": states}
 
@@ -128,30 +128,31 @@ def backward(run, case, prep, maps, states, *, l2norm=True):
             case.seqs,
             live,
             scale=SCALE,
+            l2norm=l2norm,
             dht=case.dstate,
             least=-20.0,
         )
         leaving = run.chain(b, m, live, prep, case.seqs, adjoint=True)
-    y, adjoints, initial = run.adj(
-        case.q, case.k, case.do, case.beta, prep, case.seqs, scale=SCALE, dht=case.dstate, leaving=leaving,
-        need_dh0=True,
+    y, adjoints, initial, rq = run.adj(
+        case.q, case.k, case.do, case.beta, prep, case.seqs, scale=SCALE, l2norm=l2norm, dht=case.dstate,
+        leaving=leaving, need_dh0=True,
     )  # fmt: skip
     kept = y.clone()
     edges = [x is not None for x in (case.state, case.dstate)]
     if maps is not None:
         edges = [True, True]
     grads = run.out(
-        case.q, case.k, case.v, case.do, y, case.beta, prep, states, adjoints, case.seqs, scale=SCALE,
-        l2norm=l2norm, states_edge=edges[0], adj_edge=edges[1],
+        case.q, case.k, case.v, case.do, y, case.beta, prep, states, adjoints, rq, case.seqs,
+        scale=SCALE, l2norm=l2norm, states_edge=edges[0], adj_edge=edges[1],
     )  # fmt: skip
     names = ("dq", "dk", "dv", "dbeta", "dg")
-    return {"y": kept, "adjoints": adjoints, "dh0": initial} | dict(zip(names, grads, strict=True))
+    return {"y": kept, "adjoints": adjoints, "dh0": initial, "rq": rq} | dict(zip(names, grads, strict=True))
 
 
 def run_all(run, case, **options):
     with poisoned_empty():
         prep, maps, results = forward(run, case, **options)
-        made = {name: getattr(prep, name) for name in ("t", "b", "rq", "rk")}
+        made = {name: getattr(prep, name) for name in ("t", "b", "rk")}
         return made | results | backward(run, case, prep, maps, results["states"], **options)
 
 
@@ -199,9 +200,11 @@ def test_gradients_in_rows_of_any_stride(kernels, layout, batch):
         states = results["states"]
         expected = backward(kernels, case, prep, None, states)
         wholes, into = LAYOUTS[layout](q, k, v, beta.bfloat16(), case.g)
-        y, adjoints, _ = kernels.adj(q, k, do, beta, prep, case.seqs, scale=SCALE, dht=case.dstate, y=into[2])
+        y, adjoints, _, rq = kernels.adj(
+            q, k, do, beta, prep, case.seqs, scale=SCALE, l2norm=True, dht=case.dstate, y=into[2]
+        )
         kernels.out(
-            q, k, v, do, y, beta, prep, states, adjoints, case.seqs, scale=SCALE,
+            q, k, v, do, y, beta, prep, states, adjoints, rq, case.seqs, scale=SCALE,
             l2norm=True, states_edge=True, adj_edge=True, into=into,
         )  # fmt: skip
     for name, x in zip(("dq", "dk", "dv", "dbeta", "dg"), into, strict=True):

@@ -253,7 +253,7 @@ class TestStages:
     @pytest.fixture
     def prepared(self, stages, case, cut):
         with poisoned_empty():
-            return stages.prep(case.q, case.k, case.g, case.beta, cut, l2norm=True)
+            return stages.prep(case.k, case.g, case.beta, cut, l2norm=True)
 
     def exact_map(self, case, start, end):
         """M and B of tokens start..end, in FP64 from the recurrence itself."""
@@ -294,7 +294,7 @@ class TestStages:
         case = make((64 * 40,), heads=(1, 1), gate=0.0, beta=1e-3)
         seqs = plan.packed(case.boundaries, case.boundaries[-1])
         cut = planner.cut(seqs, (40,))
-        prepared = stages.prep(case.q, case.k, case.g, case.beta, cut, l2norm=True)
+        prepared = stages.prep(case.k, case.g, case.beta, cut, l2norm=True)
         _, m, _ = stages.transfer(case.k, case.v, case.beta, prepared, cut)
         t, rk = prepared.t.double(), prepared.rk.double()
         unit = torch.eye(128, device=device, dtype=torch.float64)
@@ -339,6 +339,7 @@ class TestStages:
                 (m, live),
                 case.dht,
                 128**-0.5,
+                True,
                 least,
             )
         for s, (_, end) in enumerate(cut.spans):

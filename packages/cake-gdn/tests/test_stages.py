@@ -38,7 +38,7 @@ def seqs(case):
 @pytest.fixture
 def prepared(stages, case, seqs):
     with poisoned_empty():
-        return stages.prep(case.q, case.k, case.g, case.beta, seqs, l2norm=True)
+        return stages.prep(case.k, case.g, case.beta, seqs, l2norm=True)
 
 
 def heads_first(x):
@@ -46,14 +46,16 @@ def heads_first(x):
     return x[0].double().transpose(0, 1)
 
 
+def norms(x):
+    """1 / |x| of rows, [h, T]."""
+    return (heads_first(x).square().sum(-1) + 1e-6).rsqrt()
+
+
 class TestPrep:
     def test_norms(self, stages, case, seqs, prepared):
-        for x, got in ((case.q, prepared.rq), (case.k, prepared.rk)):
-            assert got.dtype == torch.float32
-            exact = (heads_first(x).square().sum(-1) + 1e-6).rsqrt()
-            assert relative_error(got, exact) < 1e-6
-        plain = stages.prep(case.q, case.k, case.g, case.beta, seqs, l2norm=False)
-        assert (plain.rq == 1).all()
+        assert prepared.rk.dtype == torch.float32
+        assert relative_error(prepared.rk, norms(case.k)) < 1e-6
+        plain = stages.prep(case.k, case.g, case.beta, seqs, l2norm=False)
         assert (plain.rk == 1).all()
 
     def test_decays(self, case, seqs, prepared):
@@ -66,7 +68,7 @@ class TestPrep:
 
     def test_decays_are_cut_at_88(self, stages, case, seqs):
         g = torch.full_like(case.g, -1e4)
-        b = stages.prep(case.q, case.k, g, case.beta, seqs, l2norm=True).b
+        b = stages.prep(case.k, g, case.beta, seqs, l2norm=True).b
         assert torch.isfinite(b).all()
         first = b[:, [start for _, _, start, _ in seqs.chunks]].double()
         torch.testing.assert_close(first, torch.full_like(first, -88 / math.log(2)))
@@ -101,6 +103,7 @@ class TestScan:
                 prepared,
                 seqs,
                 scale=SCALE,
+                l2norm=True,
                 initial_state=case.initial_state,
                 **arguments,
             )
@@ -149,15 +152,31 @@ class TestScan:
 
 
 class TestAdjoint:
-    def run(self, stages, case, seqs, prepared, **arguments):
+    def run(self, stages, case, seqs, prepared, *, l2norm=True, **arguments):
         with poisoned_empty():
             return stages.adj(
-                case.q, case.k, case.do, case.beta, prepared, seqs, scale=SCALE, dht=case.dht, **arguments
+                case.q,
+                case.k,
+                case.do,
+                case.beta,
+                prepared,
+                seqs,
+                scale=SCALE,
+                l2norm=l2norm,
+                dht=case.dht,
+                **arguments,
             )
+
+    def test_norms(self, stages, case, seqs, prepared):
+        *_, rq = self.run(stages, case, seqs, prepared)
+        assert rq.dtype == torch.float32
+        assert relative_error(rq, norms(case.q)) < 1e-6
+        *_, plain = self.run(stages, case, seqs, prepared, l2norm=False)
+        assert (plain == 1).all()
 
     def test_adjoints_lie_in_their_slots(self, stages, logical, case, seqs, prepared):
         edge = case.dht is not None
-        _, tape, dh0 = self.run(stages, case, seqs, prepared, need_dh0=True)
+        _, tape, dh0, _ = self.run(stages, case, seqs, prepared, need_dh0=True)
         assert tape.dtype == torch.bfloat16
         assert tape.shape == (seqs.slots(edge), 4, 128, 128)
         adjoints = logical(tape).double().mT
@@ -175,7 +194,7 @@ class TestAdjoint:
         assert relative_error(dh0, exact) < 4e-3
 
     def test_only_what_is_asked_for(self, stages, case, seqs, prepared):
-        y, tape, dh0 = self.run(stages, case, seqs, prepared)
+        y, tape, dh0, _ = self.run(stages, case, seqs, prepared)
         assert dh0 is None
         whole = self.run(stages, case, seqs, prepared, need_dh0=True)
         assert_bitwise_equal("y", y, whole[0])
@@ -183,7 +202,7 @@ class TestAdjoint:
         assert (y.dtype, y.shape) == (torch.bfloat16, case.v.shape)
 
     def test_y_is_dv(self, stages, case, seqs, prepared, truth):
-        y, _, _ = self.run(stages, case, seqs, prepared)
+        y, *_ = self.run(stages, case, seqs, prepared)
         assert relative_error(y, truth(case)["dv"]) < 5e-3
 
 
@@ -199,12 +218,13 @@ def test_out_gives_what_the_op_gives(stages, case, seqs, prepared, call, assert_
             prepared,
             seqs,
             scale=SCALE,
+            l2norm=True,
             initial_state=case.initial_state,
             output_final_state=edge,
             save_states=True,
         )
-        y, adj_states, dh0 = stages.adj(
-            q, k, do, beta, prepared, seqs, scale=SCALE, dht=case.dht, need_dh0=edge
+        y, adj_states, dh0, rq = stages.adj(
+            q, k, do, beta, prepared, seqs, scale=SCALE, l2norm=True, dht=case.dht, need_dh0=edge
         )
         dq, dk, dv, dbeta, dg = stages.out(
             q,
@@ -216,6 +236,7 @@ def test_out_gives_what_the_op_gives(stages, case, seqs, prepared, call, assert_
             prepared,
             states,
             adj_states,
+            rq,
             seqs,
             scale=SCALE,
             l2norm=True,

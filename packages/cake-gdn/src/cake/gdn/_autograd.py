@@ -162,7 +162,7 @@ def forward(
     if recompute or walk is None:
         return o, final_state, ()
     prep = walk.prep
-    return o, final_state, (prep.t, prep.b, prep.rq, prep.rk, prep.plan, walk.states, *walk.maps)
+    return o, final_state, (*prep, walk.states, *walk.maps)
 
 
 def backward(
@@ -188,7 +188,7 @@ def backward(
             g, initial_state = tape
             walk = walk_again(stages, q, k, v, beta, g, initial_state, call)
         else:
-            walk = Walk(Prep(*tape[:5]), tape[5], tuple(tape[6:]))
+            walk = Walk(Prep(*tape[:4]), tape[4], tuple(tape[5:]))
         grads = walk_backward(stages, q, k, v, beta, do, dht, walk, made, call, wanted, has_state)
         if made.layout is None or not any(wanted[:5]):
             return grads
@@ -254,7 +254,7 @@ def walk_forward(
     states_in = {}
     if initial_state is not None:
         initial_state = initial_state.contiguous()
-    prep = stages.prep(q, k, g, beta, seqs, l2norm=call.l2norm)
+    prep = stages.prep(k, g, beta, seqs, l2norm=call.l2norm)
     if cut is not None:
         states_in["entering"], *kept = _segments.entering(
             stages, k, v, beta, prep, cut, initial_state, call.least
@@ -268,6 +268,7 @@ def walk_forward(
         prep,
         seqs,
         scale=call.scale,
+        l2norm=call.l2norm,
         initial_state=initial_state,
         **states_in,
         **asked,
@@ -313,12 +314,12 @@ def walk_backward(
         dht = dht.contiguous()
     if cut is not None:
         states_in["leaving"] = _segments.leaving(
-            stages, q, k, do, beta, prep, cut, walk.maps, dht, call.scale, call.least
+            stages, q, k, do, beta, prep, cut, walk.maps, dht, call.scale, call.l2norm, call.least
         )
     if into is None and any(wanted[:5]):
         like = (q, q.dtype), (k, k.dtype), (v, v.dtype), (beta, made.beta_dtype), (beta, made.g_dtype)
         into = [empty(x.shape, dtype, made.device) for x, dtype in like]
-    y, adj_states, dh0 = stages.adj(
+    y, adj_states, dh0, rq = stages.adj(
         q,
         k,
         do,
@@ -326,6 +327,7 @@ def walk_backward(
         prep,
         seqs,
         scale=call.scale,
+        l2norm=call.l2norm,
         dht=dht,
         need_dh0=wanted[5],
         y=None if into is None else into[2],
@@ -343,6 +345,7 @@ def walk_backward(
         prep,
         walk.states,
         adj_states,
+        rq,
         seqs,
         scale=call.scale,
         l2norm=call.l2norm,
@@ -390,12 +393,11 @@ def check_tape(saved: Sequence[Any], made: Inputs, call: Call, has_state: bool) 
         if initial_state is not None:
             expected.append(("initial_state", initial_state, made.state_shape(call.seqs), FP32))
     elif call.seqs.total:
-        t, b, rq, rk, plan, states, *maps = tape
+        t, b, rk, plan, states, *maps = tape
         edge = has_state or call.segments is not None
         expected += [
             ("t", t, (v_heads, seqs.total, CHUNK), BF16),
             ("b", b, (v_heads, seqs.total), FP32),
-            ("rq", rq, (heads, seqs.total), FP32),
             ("rk", rk, (heads, seqs.total), FP32),
             ("states", states, (seqs.slots(edge), v_heads, v_dim, dim), BF16),
         ]

@@ -23,21 +23,18 @@ from cake.gdn.plan import CHUNK, HEAD_DIM, Sequences
 ARCH = "sm_90a"
 
 
-def prep(
-    q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, seqs: Sequences, *, l2norm: bool
-) -> Prep:
+def prep(k: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, seqs: Sequences, *, l2norm: bool) -> Prep:
     """The call's tables, then norms, decays and chunk inverses; see `_stages`."""
-    heads, v_heads, total, device = q.shape[2], g.shape[2], seqs.total, q.device
+    heads, v_heads, total, device = k.shape[2], g.shape[2], seqs.total, k.device
     made = Prep(
         t=empty((v_heads, total, CHUNK), torch.bfloat16, device),
         b=empty((v_heads, total), torch.float32, device),
-        rq=empty((heads, total), torch.float32, device),
         rk=empty((heads, total), torch.float32, device),
         plan=tables(seqs, device),
     )
     launch(
         _library("gdn_prep"), "gdn_prep", device,
-        q, k, g, beta, made.plan, seqs.n, seqs.chunk_capacity, made.t, made.b, made.rq, made.rk, l2norm,
+        k, g, beta, made.plan, seqs.n, seqs.chunk_capacity, made.t, made.b, made.rk, l2norm,
     )  # fmt: skip
     return made
 
@@ -51,6 +48,7 @@ def scan(
     seqs: Sequences,
     *,
     scale: float,
+    l2norm: bool,
     initial_state: torch.Tensor | None = None,
     entering: torch.Tensor | None = None,
     output_final_state: bool = False,
@@ -65,8 +63,7 @@ def scan(
     launch(
         _library("gdn_scan"), "gdn_scan", v.device,
         q, k, v, beta, prep.plan, seqs.n, _sequences(seqs), seqs.chunk_capacity,
-        prep.t, prep.b, prep.rq, prep.rk, initial_state, entering, o, final_state, states,
-        edge, scale,
+        prep.t, prep.b, prep.rk, initial_state, entering, o, final_state, states, edge, scale, l2norm,
     )  # fmt: skip
     return o, final_state, states
 
@@ -80,24 +77,26 @@ def adj(
     seqs: Sequences,
     *,
     scale: float,
+    l2norm: bool,
     dht: torch.Tensor | None = None,
     leaving: torch.Tensor | None = None,
     need_dh0: bool = False,
     y: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """The serial adjoint; see `_stages`."""
     edge = dht is not None or leaving is not None
     y = empty(do.shape, do.dtype, do.device) if y is None else y
     adj_states = scratch(
         "gdn", "adj_states", (seqs.slots(edge), do.shape[2], HEAD_DIM, HEAD_DIM), torch.bfloat16, do.device
     )
+    rq = scratch("gdn", "rq", (q.shape[2], seqs.total), torch.float32, do.device)
     dh0 = _states(_sequences(seqs), do) if need_dh0 else None
     launch(
         _library("gdn_adj"), "gdn_adj", do.device,
         q, k, do, beta, prep.plan, seqs.n, _sequences(seqs), seqs.chunk_capacity,
-        prep.t, prep.b, prep.rq, prep.rk, dht, leaving, y, dh0, adj_states, edge, scale,
+        prep.t, prep.b, prep.rk, dht, leaving, y, dh0, adj_states, rq, edge, scale, l2norm,
     )  # fmt: skip
-    return y, adj_states, dh0
+    return y, adj_states, dh0, rq
 
 
 def transfer(
@@ -116,7 +115,7 @@ def transfer(
     launch(
         _library("gdn_transfer"), "gdn_transfer", v.device,
         k, v, beta, prep.plan, seqs.n, _sequences(seqs), seqs.chunk_capacity,
-        prep.t, prep.b, prep.rq, prep.rk, initial_state, b, m, live, least,
+        prep.t, prep.b, prep.rk, initial_state, b, m, live, least,
     )  # fmt: skip
     return b, m, live
 
@@ -131,6 +130,7 @@ def adj_transfer(
     live: torch.Tensor,
     *,
     scale: float,
+    l2norm: bool,
     dht: torch.Tensor | None = None,
     least: float | None = None,
 ) -> torch.Tensor:
@@ -139,7 +139,7 @@ def adj_transfer(
     launch(
         _library("gdn_transfer"), "gdn_adj_transfer", do.device,
         q, k, do, beta, prep.plan, seqs.n, _sequences(seqs), seqs.chunk_capacity,
-        prep.t, prep.b, prep.rq, prep.rk, dht, b, live, least, scale,
+        prep.t, prep.b, prep.rk, dht, b, live, least, scale, l2norm,
     )  # fmt: skip
     return b
 
@@ -178,6 +178,7 @@ def out(
     prep: Prep,
     states: torch.Tensor,
     adj_states: torch.Tensor,
+    rq: torch.Tensor,
     seqs: Sequences,
     *,
     scale: float,
@@ -196,7 +197,7 @@ def out(
     launch(
         _library("gdn_out"), "gdn_out", device,
         q, k, v, do, y, beta, prep.plan, seqs.n, seqs.chunk_capacity,
-        prep.t, prep.b, prep.rq, prep.rk, states, adj_states, states_edge, adj_edge,
+        prep.t, prep.b, rq, prep.rk, states, adj_states, states_edge, adj_edge,
         dq, dk, dbeta, dg, scale, l2norm, _ctas(device.index),
     )  # fmt: skip
     return dq, dk, y, dbeta, dg

@@ -23,7 +23,7 @@ from cake.gdn._autograd import Call
 from cake.gdn._stages import Prep
 
 FP32 = torch.float32
-_PREP = ("t", "b", "rq", "rk", "plan")
+_PREP = Prep._fields
 # What a walk leaves: of each role, or of all sequences at once.
 _TAPES = (*cp.ROLES, "all", "m", "live")
 
@@ -91,7 +91,7 @@ class _UnderContext(torch.autograd.Function):
             if "t" in saved:
                 prep = Prep(*(saved[name] for name in _PREP))
             elif call.seqs.total:
-                prep = _prepare(stages, q, k, saved["g"], beta, call, context)
+                prep = _prepare(stages, k, saved["g"], beta, call, context)
             made = cp.Forward(
                 tapes={name: saved[name] for name in _TAPES if name in saved},
                 entering=saved["entering"],
@@ -124,7 +124,7 @@ def _forward(
     stages = _stages.stages(call.route.backend)
     with running_on(v.device):
         # A rank without tokens walks nothing; it exchanges all the same.
-        prep = _prepare(stages, q, k, g, beta, call, context) if call.seqs.total else None
+        prep = _prepare(stages, k, g, beta, call, context) if call.seqs.total else None
         if _in_parts(stages):
             walks = _Walks(stages, call, q, k, v, beta, prep)
             return walks.o, prep, cp.forward(context.plan, walks, context.group, save=save)
@@ -140,7 +140,6 @@ def _in_parts(stages: ModuleType) -> bool:
 
 def _prepare(
     stages: ModuleType,
-    q: torch.Tensor,
     k: torch.Tensor,
     g: torch.Tensor,
     beta: torch.Tensor,
@@ -149,7 +148,7 @@ def _prepare(
 ) -> Prep:
     cut = None if _in_parts(stages) else cp.cut_of(context.plan, beta.shape[2])
     seqs = call.seqs if cut is None else cut.segments
-    prep: Prep = stages.prep(q, k, g, beta, seqs, l2norm=call.l2norm)
+    prep: Prep = stages.prep(k, g, beta, seqs, l2norm=call.l2norm)
     return prep
 
 
@@ -191,6 +190,7 @@ class _Walks:
             self._prep,
             seqs,
             scale=self._call.scale,
+            l2norm=self._call.l2norm,
             initial_state=entering,
             output_final_state=final,
             save_states=save,
@@ -206,7 +206,7 @@ class _Walks:
     def adj(
         self, seqs: Sequences, leaving: torch.Tensor | None, *, need_dh0: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        _, states, dh0 = self._stages.adj(
+        _, states, dh0, self._rq = self._stages.adj(
             self._q,
             self._k,
             self._do,
@@ -214,6 +214,7 @@ class _Walks:
             self._prep,
             seqs,
             scale=self._call.scale,
+            l2norm=self._call.l2norm,
             dht=leaving,
             need_dh0=need_dh0,
             y=self._y,
@@ -223,7 +224,15 @@ class _Walks:
     def adj_transfer(self, seqs: Sequences) -> torch.Tensor:
         live = torch.ones((seqs.n, self.heads), dtype=torch.int32, device=self.device)
         b: torch.Tensor = self._stages.adj_transfer(
-            self._q, self._k, self._do, self._beta, self._prep, seqs, live, scale=self._call.scale
+            self._q,
+            self._k,
+            self._do,
+            self._beta,
+            self._prep,
+            seqs,
+            live,
+            scale=self._call.scale,
+            l2norm=self._call.l2norm,
         )
         return b
 
@@ -246,6 +255,7 @@ class _Walks:
             self._prep,
             states,
             adj_states,
+            self._rq,
             seqs,
             scale=self._call.scale,
             l2norm=self._call.l2norm,
@@ -274,8 +284,14 @@ def _joint_walks(
 ) -> cp.StageWalks:
     """The stages with a call's tensors, for all sequences at once."""
 
+    def adj(seqs: Sequences, **given: Any) -> tuple[Any, ...]:
+        y, adj_states, dh0, rq = stages.adj(
+            q, k, do, beta, prep, seqs, scale=call.scale, l2norm=call.l2norm, **given
+        )
+        return y, (adj_states, rq), dh0
+
     def out(
-        y: torch.Tensor, states: Any, adj_states: Any, seqs: Sequences, **edges: bool
+        y: torch.Tensor, states: Any, adjoints: Any, seqs: Sequences, **edges: bool
     ) -> tuple[torch.Tensor, ...]:
         gradients: tuple[torch.Tensor, ...] = stages.out(
             q,
@@ -286,7 +302,7 @@ def _joint_walks(
             beta,
             prep,
             states,
-            adj_states,
+            *adjoints,
             seqs,
             scale=call.scale,
             l2norm=call.l2norm,
@@ -301,12 +317,20 @@ def _joint_walks(
     return cp.StageWalks(
         heads=v.shape[2],
         device=v.device,
-        scan_stage=partial(stages.scan, q, k, v, beta, prep, scale=call.scale),
+        scan_stage=partial(stages.scan, q, k, v, beta, prep, scale=call.scale, l2norm=call.l2norm),
         transfer_stage=partial(stages.transfer, k, v, beta, prep, least=call.least),
         merge_stage=stages.merge,
-        adj_stage=partial(stages.adj, q, k, do, beta, prep, scale=call.scale),
+        adj_stage=adj,
         adj_transfer_stage=partial(
-            stages.adj_transfer, q, k, do, beta, prep, scale=call.scale, least=call.least
+            stages.adj_transfer,
+            q,
+            k,
+            do,
+            beta,
+            prep,
+            scale=call.scale,
+            l2norm=call.l2norm,
+            least=call.least,
         ),
         out_stage=out,
         o=v.new_empty(v.shape),

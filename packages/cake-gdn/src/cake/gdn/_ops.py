@@ -160,7 +160,7 @@ def _forward(
     if final_state is None:
         final_state = q.new_empty(0, dtype=FP32)
     # Tables and maps of segments have sizes that no tracer knows; the backward makes them again.
-    return o, final_state, [x for x in (*tape[:4], *tape[5:6]) if x is not None]
+    return o, final_state, [x for x in (*tape[:3], *tape[4:5]) if x is not None]
 
 
 @gdn.register_fake
@@ -229,10 +229,10 @@ def gdn_backward(
         walked = made.segments or seqs
         with running_on(v.device):
             plan = stages.tables(walked, v.device) if backend == "cuda" else None
-            kept = (*tape[:4], plan, tape[4])
+            kept = (*tape[:3], plan, tape[3])
             if made.segments is not None:
                 _, *maps = _segments.entering(
-                    stages, k, v, beta, Prep(*kept[:5]), made.segments, initial_state, made.least
+                    stages, k, v, beta, Prep(*kept[:4]), made.segments, initial_state, made.least
                 )
                 kept = (*kept, *maps)
     inputs, has_state = Inputs(q.shape, v.shape, g.dtype, beta.dtype, v.device), initial_state is not None

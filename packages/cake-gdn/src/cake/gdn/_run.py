@@ -53,8 +53,8 @@ def _forward(call: Call, inputs: Sequence[Any], tape: str) -> tuple[Sequence[Any
     o, final_state, walk = walk_forward(
         _kernels(), q, k, v, g, beta, initial_state, call, output_final_state=final, save_states=save
     )
-    t, b, rq, rk, _ = walk.prep
-    return (o, final_state), (t, b, rq, rk, walk.states, *walk.maps)
+    t, b, rk, _ = walk.prep
+    return (o, final_state), (t, b, rk, walk.states, *walk.maps)
 
 
 def _backward(
@@ -70,8 +70,8 @@ def _backward(
     if pieces is None:
         walk = walk_again(_kernels(), q, k, v, beta, g, initial_state, call)
     else:
-        t, b, rq, rk, states, *maps = pieces
-        walk = Walk(Prep(t, b, rq, rk, known("plan")), states, tuple(maps))
+        t, b, rk, states, *maps = pieces
+        walk = Walk(Prep(t, b, rk, known("plan")), states, tuple(maps))
     made, has_state = Inputs(q.shape, v.shape, g.dtype, beta.dtype, q.device), initial_state is not None
     return walk_backward(_kernels(), q, k, v, beta, do, dht, walk, made, call, wanted, has_state, into=into)
 

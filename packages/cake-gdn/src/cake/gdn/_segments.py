@@ -38,10 +38,13 @@ def leaving(
     maps: tuple[torch.Tensor, ...],
     dht: torch.Tensor | None,
     scale: float,
+    l2norm: bool,
     least: float | None,
 ) -> torch.Tensor:
     """The adjoint state that meets each segment at its end."""
     m, live = maps
-    b = run.adj_transfer(q, k, do, beta, prep, segments, live, scale=scale, dht=dht, least=least)
+    b = run.adj_transfer(
+        q, k, do, beta, prep, segments, live, scale=scale, l2norm=l2norm, dht=dht, least=least
+    )
     states: torch.Tensor = run.chain(b, m, live, prep, segments, adjoint=True)
     return states

@@ -10,16 +10,13 @@ from cake.gdn._stages import Prep
 from cake.gdn.plan import CHUNK, Sequences
 
 
-def prep(
-    q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, seqs: Sequences, *, l2norm: bool
-) -> Prep:
+def prep(k: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, seqs: Sequences, *, l2norm: bool) -> Prep:
     """See `_stages`."""
-    heads, v_heads, total = q.shape[2], g.shape[2], seqs.total
+    heads, v_heads, total = k.shape[2], g.shape[2], seqs.total
     return Prep(
-        t=q.new_empty((v_heads, total, CHUNK), dtype=torch.bfloat16),
-        b=q.new_empty((v_heads, total), dtype=torch.float32),
-        rq=q.new_empty((heads, total), dtype=torch.float32),
-        rk=q.new_empty((heads, total), dtype=torch.float32),
+        t=k.new_empty((v_heads, total, CHUNK), dtype=torch.bfloat16),
+        b=k.new_empty((v_heads, total), dtype=torch.float32),
+        rk=k.new_empty((heads, total), dtype=torch.float32),
     )
 
 

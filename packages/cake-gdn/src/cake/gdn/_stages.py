@@ -5,17 +5,19 @@ and slots as in `plan`. q, k [B, T, H, 128] and v, do [B, T, HV, 128] are bf16 w
 dimension and any other strides; g and beta are fp32 or bf16 [B, T, HV] with any strides; states are
 contiguous fp32 [n, HV, K, V]. None of them is called without tokens.
 
-``prep(q, k, g, beta, seqs, *, l2norm) -> Prep``
-    What both directions share: norms, decays, the chunk inverses.
-``scan(q, k, v, beta, prep, seqs, *, scale, initial_state=None, entering=None, output_final_state=False,
-save_states=False, need_output=True, o=None) -> (o | None, final_state | None, states | None)``
+``prep(k, g, beta, seqs, *, l2norm) -> Prep``
+    What both directions share: the keys' norms, decays, the chunk inverses.
+``scan(q, k, v, beta, prep, seqs, *, scale, l2norm, initial_state=None, entering=None,
+output_final_state=False, save_states=False, need_output=True, o=None) -> (o | None, final_state | None,
+states | None)``
     The serial forward. `states` is the tape, bf16 [slots, HV, V, K]: the state before each chunk as the
     products used it.
-``adj(q, k, do, beta, prep, seqs, *, scale, dht=None, leaving=None, need_dh0=False, y=None) ->
-(y, adj_states, dh0 | None)``
+``adj(q, k, do, beta, prep, seqs, *, scale, l2norm, dht=None, leaving=None, need_dh0=False, y=None) ->
+(y, adj_states, dh0 | None, rq)``
     The serial adjoint. y bf16 [B, T, HV, 128] is dv, beta times the adjoint of each token's delta, and where
     |beta| < 2^-60 that adjoint itself. `adj_states` bf16 [slots, HV, V, K] is the adjoint state after each
-    chunk.
+    chunk. rq fp32 [H, total] is 1 / sqrt(sum q^2 + 1e-6) of each row, or 1 without the L2 norm: walks find it
+    where they have q at hand, and `out` needs it again.
 
 Of a call that is cut, `seqs` are its `Segments`, `scan` gets ``entering`` and `adj` gets ``leaving``, fp32
 [segments, HV, K, V]: the states where segments meet. Then initial_state, final_state, dht and dh0 still have
@@ -27,14 +29,14 @@ them:
     [segments, HV, K, K], live int32 [segments, HV]. Without a segment before it b is the state that leaves,
     walked from the initial one. Where the decay of a segment is below e^least, M counts as 0: live is 0, m is
     0, and b may be walked over the last chunks alone. Rows that nobody needs are undefined.
-``adj_transfer(q, k, do, beta, prep, seqs, live, *, scale, dht=None, least=None) -> b``
+``adj_transfer(q, k, do, beta, prep, seqs, live, *, scale, l2norm, dht=None, least=None) -> b``
     The B of R_in = M^T R_out + B, of each segment with one before it; alike.
 ``chain(b, m, live, prep, seqs, *, adjoint=False) -> states``
     What `scan` takes as ``entering``, or of the adjoint maps what `adj` takes as ``leaving``.
 ``merge(b, m, chains, n_out, *, live=None, transposed=False, columns=None, out=None) -> states``
     See `cake.core.state_chain`.
 
-``out(q, k, v, do, y, beta, prep, states, adj_states, seqs, *, scale, l2norm, states_edge, adj_edge,
+``out(q, k, v, do, y, beta, prep, states, adj_states, rq, seqs, *, scale, l2norm, states_edge, adj_edge,
 into=None) -> (dq, dk, dv, dbeta, dg)``
     The parallel rest of the backward; dq, dk, dv bf16, dbeta and dg fp32. dv may take over
     y's storage: then nothing of it needs writing but what y is not. `y` of `adj` and `into` = (dq, dk, dv,
@@ -62,13 +64,12 @@ class Prep(NamedTuple):
     t: bf16 [HV, total, 64]. Row i of a chunk's T = (I + L)^-1, with L_ij = beta_i k^_i . k^_j 2^(b_i - b_j)
        for i > j; columns past the chunk's tokens are 0.
     b: fp32 [HV, total]. Inclusive sum over the chunk of log2(e) * max(g, -88).
-    rq, rk: fp32 [H, total]. 1 / sqrt(sum q^2 + 1e-6) of each row, or 1 without the L2 norm.
+    rk: fp32 [H, total]. 1 / sqrt(sum k^2 + 1e-6) of each row, or 1 without the L2 norm.
     plan: the CUDA backend's tables of sequences and chunks, int32; None elsewhere.
     """
 
     t: torch.Tensor
     b: torch.Tensor
-    rq: torch.Tensor
     rk: torch.Tensor
     plan: torch.Tensor | None = None
 

@@ -41,18 +41,16 @@ LEAST_DIVISOR = 2.0**-40
 MANY_ROWS = 16
 
 
-def prep(
-    q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, seqs: Sequences, *, l2norm: bool
-) -> Prep:
+def prep(k: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, seqs: Sequences, *, l2norm: bool) -> Prep:
     """Norms, decays and chunk inverses; see `_stages`."""
-    total, heads, v_heads = seqs.total, q.shape[2], g.shape[2]
-    rq, rk = (_inverse_norm(x, total, l2norm) for x in (q, k))
+    total, heads, v_heads = seqs.total, k.shape[2], g.shape[2]
+    rk = _inverse_norm(k, total, l2norm)
     b = g.new_empty((v_heads, total), dtype=torch.float32)
-    t = workspace.take("gdn", "t", (v_heads, total, CHUNK), BF16, q.device)
+    t = workspace.take("gdn", "t", (v_heads, total, CHUNK), BF16, k.device)
     keys, beta_rows = k.reshape(total, heads, -1), beta.reshape(total, v_heads)
     step = (g.float().clamp_min(MIN_LOG_DECAY) * LOG2E).reshape(total, v_heads)
-    unit = torch.eye(CHUNK, dtype=torch.float32, device=q.device)
-    for tile in blocks(seqs, v_heads, q.device):
+    unit = torch.eye(CHUNK, dtype=torch.float32, device=k.device)
+    for tile in blocks(seqs, v_heads, k.device):
         here = slice(tile.first, tile.first + tile.tokens.numel())
         # A padded step of 0 repeats the last b.
         decay = tile.vectors(step).cumsum(-1)
@@ -63,7 +61,7 @@ def prep(
         inverse = torch.linalg.solve_triangular(unit + lower, unit, upper=False, unitriangular=True)
         b[:, here] = tile.unpad(decay.permute(1, 0, 2).flatten(1), 1)
         t[:, here] = tile.unpad(inverse.permute(1, 0, 2, 3).flatten(1, 2), 1).to(t.dtype)
-    return Prep(t=t, b=b, rq=rq, rk=rk)
+    return Prep(t=t, b=b, rk=rk)
 
 
 def scan(
@@ -75,6 +73,7 @@ def scan(
     seqs: Sequences,
     *,
     scale: float,
+    l2norm: bool,
     initial_state: torch.Tensor | None = None,
     entering: torch.Tensor | None = None,
     output_final_state: bool = False,
@@ -98,6 +97,7 @@ def scan(
         states = workspace.take("gdn", "states", (seqs.slots(edge), v_heads, v_dim, dim), BF16, v.device)
     queries, keys = q.reshape(total, heads, dim), k.reshape(total, heads, dim)
     values, beta_rows = v.reshape(total, v_heads, v_dim), beta.reshape(total, v_heads)
+    rq = None if o is None else _inverse_norm(q, total, l2norm)
     for group in groups(seqs, v_heads, q.device):
         state = edges.before(group, initial_state, entering, v)
         for chunk, tile in group.steps():
@@ -109,11 +109,11 @@ def scan(
             kc = _grouped(tile.rows(keys), v_heads)
             value, gate = tile.rows(values), tile.vectors(beta_rows)
             delta = _step(tile, prep, kc, value, gate, rounded, now, _bf16)
-            if o is not None:
+            if o is not None and rq is not None:
                 decay = tile.heads_of(prep.b)
                 norm = _grouped(tile.heads_of(prep.rk), v_heads)
                 qc = _grouped(tile.rows(queries), v_heads)
-                q_norm = _grouped(tile.heads_of(prep.rq), v_heads)
+                q_norm = _grouped(tile.heads_of(rq), v_heads)
                 read = (scale * decay.exp2() * q_norm)[..., None] * (qc @ rounded)
                 scores = _scores(qc, kc, q_norm, norm, decay, scale)
                 tile.store(o.view(total, v_heads, v_dim), read + scores @ _bf16(delta))
@@ -192,11 +192,12 @@ def adj(
     seqs: Sequences,
     *,
     scale: float,
+    l2norm: bool,
     dht: torch.Tensor | None = None,
     leaving: torch.Tensor | None = None,
     need_dh0: bool = False,
     y: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """The serial adjoint; see `_stages`. Chunks in reverse, with R the adjoint after a chunk in bf16:
 
     dD = P^T dO + f k^ R      Y = T^T dD      R' = e_C R + q^T (scale e dO) - k^T (e beta Y)
@@ -209,7 +210,7 @@ def adj(
     edge = edges.on_tape(dht)
     y = do.new_empty(do.shape) if y is None else y
     tape = workspace.take("gdn", "adj_states", (seqs.slots(edge), v_heads, v_dim, dim), BF16, do.device)
-    dh0 = edges.empty(do) if need_dh0 else None
+    dh0, rq = edges.empty(do) if need_dh0 else None, _inverse_norm(q, total, l2norm)
     queries, keys = q.reshape(total, heads, dim), k.reshape(total, heads, dim)
     grads, beta_rows = do.reshape(total, v_heads, v_dim), beta.reshape(total, v_heads)
     for group in groups(seqs, v_heads, q.device):
@@ -223,11 +224,11 @@ def adj(
             tape[group.slots(chunk, stored, edge, after=True)] = rounded[:stored].mT.to(tape.dtype)
             qc, kc = _grouped(tile.rows(queries), v_heads), _grouped(tile.rows(keys), v_heads)
             gate = tile.vectors(beta_rows)
-            adjoint = _adjoint_step(tile, prep, qc, kc, tile.rows(grads), gate, scale, rounded, now)
+            adjoint = _adjoint_step(tile, prep, rq, qc, kc, tile.rows(grads), gate, scale, rounded, now)
             tile.store(y.view(total, v_heads, v_dim), _row_factor(gate)[0][..., None] * adjoint)
         if dh0 is not None:
             edges.store_first(group, dh0, state)
-    return y, tape, dh0
+    return y, tape, dh0, rq
 
 
 def adj_transfer(
@@ -240,6 +241,7 @@ def adj_transfer(
     live: torch.Tensor,
     *,
     scale: float,
+    l2norm: bool,
     dht: torch.Tensor | None = None,
     least: float | None = None,
 ) -> torch.Tensor:
@@ -247,7 +249,7 @@ def adj_transfer(
     total, heads, dim = seqs.total, q.shape[2], q.shape[3]
     v_heads, v_dim = do.shape[2], do.shape[3]
     edges = Edges(seqs, (v_heads, dim, v_dim))
-    b = edges.empty(do, seqs.n)
+    b, rq = edges.empty(do, seqs.n), _inverse_norm(q, total, l2norm)
     queries, keys = q.reshape(total, heads, dim), k.reshape(total, heads, dim)
     grads, beta_rows = do.reshape(total, v_heads, v_dim), beta.reshape(total, v_heads)
     for group in groups(seqs, v_heads, do.device, edges.opened):
@@ -264,7 +266,7 @@ def adj_transfer(
                 before = now.clone()
                 qc, kc = _grouped(tile.rows(queries), v_heads), _grouped(tile.rows(keys), v_heads)
                 gate = tile.vectors(beta_rows)
-                _adjoint_step(tile, prep, qc, kc, tile.rows(grads), gate, scale, _bf16(now), before)
+                _adjoint_step(tile, prep, rq, qc, kc, tile.rows(grads), gate, scale, _bf16(now), before)
                 now.copy_(torch.where(begun, before, now))
         b[group.ids] = state
     return b
@@ -280,6 +282,7 @@ def out(
     prep: Prep,
     states: torch.Tensor,
     adj_states: torch.Tensor,
+    rq: torch.Tensor,
     seqs: Sequences,
     *,
     scale: float,
@@ -316,7 +319,7 @@ def out(
         decay = tile.heads_of(prep.b)
         grow, fade, last = _decays(decay)
         mask = _decay_mask(decay, strict=False)
-        q_norm, k_norm = tile.heads_of(prep.rq), tile.heads_of(prep.rk)
+        q_norm, k_norm = tile.heads_of(rq), tile.heads_of(prep.rk)
         q_hat = _bf16(q_norm[..., None] * tile.rows(queries))
         k_hat = _bf16(k_norm[..., None] * tile.rows(keys))
         qg, kg = _grouped(q_hat, v_heads), _grouped(k_hat, v_heads)
@@ -384,6 +387,7 @@ def _step(
 def _adjoint_step(
     tile: Tile,
     prep: Prep,
+    rq: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
     grad: torch.Tensor,
@@ -395,7 +399,7 @@ def _adjoint_step(
     """Takes the adjoint state back over a chunk, in place; returns Y."""
     decay, v_heads = tile.heads_of(prep.b), gate.shape[1]
     grow, fade, last = _decays(decay)
-    q_norm, norm = (_grouped(tile.heads_of(x), v_heads) for x in (prep.rq, prep.rk))
+    q_norm, norm = (_grouped(tile.heads_of(x), v_heads) for x in (rq, prep.rk))
     scores = _scores(q, k, q_norm, norm, decay, scale)
     d_delta = (fade * norm)[..., None] * (k @ rounded) + scores.mT @ grad
     adjoint = tile.rows_of(prep.t).mT @ _bf16(d_delta)

@@ -101,7 +101,10 @@ __device__ __forceinline__ void adj_states(WalkShared& s, const WalkArgs& args, 
     wgmma_fence();
     gemm_rs<Major::MN, kChunk, 4>(state, update, k, true);
     wgmma_commit();
-    if constexpr (!kTransfer) leave_channels(x, out, channel0, lane);
+    if constexpr (!kTransfer) {
+      leave_channels(x, out, channel0, lane);
+      fence_proxy_async();  // TMA sends it on
+    }
     wgmma_wait<0>();
     pin(state);
     s.ring.signal_empty(at, lane);
@@ -116,18 +119,8 @@ template <bool kTransfer>
 __device__ __forceinline__ void adj_walk(const WalkArgs& args, const Walk& walk) {
   extern __shared__ __align__(1024) uint8_t raw[];
   WalkShared& s = *reinterpret_cast<WalkShared*>(raw);
-  walk_init<true>(s, threadIdx.x);
-  const Role role = static_cast<Role>(threadIdx.x / 128);
-  if (role == Role::kProducer) {
-    registers_shrink<kProducerRegisters>();
-    produce<false, !kTransfer, true, true>(s, args, walk, threadIdx.x % 128);
-  } else if (role == Role::kHelper) {
-    registers_shrink<kHelperRegisters>();
-    help<false, true>(s, args, walk, threadIdx.x % 128);
-  } else {
-    registers_grow<kStateRegisters>();
-    adj_states<kTransfer>(s, args, walk, threadIdx.x);
-  }
+  walk_roles<WalkKind<false, true, true, !kTransfer>>(s, args, walk,
+                                                      [&] { adj_states<kTransfer>(s, args, walk, threadIdx.x); });
 }
 
 static __global__ void __launch_bounds__(kWalkThreads, 1) adj_kernel(const __grid_constant__ WalkArgs args) {

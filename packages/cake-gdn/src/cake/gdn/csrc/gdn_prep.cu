@@ -8,21 +8,18 @@ namespace cake::gdn {
 
 using namespace cake::host;
 
-void gdn_prep(TensorView q, TensorView k, TensorView g, TensorView beta, TensorView plan, int64_t n,
-              int64_t chunk_capacity, TensorView t, TensorView b, TensorView rq, TensorView rk, bool l2norm,
-              int64_t stream) {
-  DeviceGuard guard(q.device().device_id);
-  const int64_t batch = q.size(0), tokens = q.size(1), heads = q.size(2), v_heads = g.size(2);
+void gdn_prep(TensorView k, TensorView g, TensorView beta, TensorView plan, int64_t n, int64_t chunk_capacity,
+              TensorView t, TensorView b, TensorView rk, bool l2norm, int64_t stream) {
+  DeviceGuard guard(k.device().device_id);
+  const int64_t batch = k.size(0), tokens = k.size(1), heads = k.size(2), v_heads = g.size(2);
   const int64_t total = batch * tokens;
   PrepArgs args{};
-  args.q = const_rows(q, "q", {batch, tokens, heads, kHeadDim});
   args.k = const_rows(k, "k", {batch, tokens, heads, kHeadDim});
   args.g = scalars(g, "g", {batch, tokens, v_heads});
   args.beta = scalars(beta, "beta", {batch, tokens, v_heads});
   args.plan = plan_of(plan, n, chunk_capacity, total, tokens);
   args.t = dense_bf16(t, "t", {v_heads, total, kChunk});
   args.b = dense_f32(b, "b", {v_heads, total});
-  args.rq = dense_f32(rq, "rq", {heads, total});
   args.rk = dense_f32(rk, "rk", {heads, total});
   args.heads = static_cast<int>(heads);
   args.group = static_cast<int>(v_heads / heads);

@@ -1,8 +1,8 @@
 // gdn_prep: everything of a chunk that needs no state. One warp per (chunk, q/k head), looping over its v heads.
 //
-//   r_q,i = 1 / sqrt(|q_i|^2 + eps), r_k,i likewise (1 without L2 norm)
+//   r_i   = 1 / sqrt(|k_i|^2 + eps)                              1 without L2 norm
 //   b_i   = sum_{j<=i} max(g_j, -88) / ln 2                      inclusive, restarted at the chunk
-//   L_ij  = beta_i (k_i . k_j) r_k,i r_k,j 2^(b_i - b_j)         i > j
+//   L_ij  = beta_i (k_i . k_j) r_i r_j 2^(b_i - b_j)             i > j
 //   T     = (I + L)^-1                                           stored as bf16
 //
 // k . k^T is made once per q/k head, of the raw keys (exact products of bf16), and its norms are applied to the result; its
@@ -17,12 +17,12 @@
 namespace cake::gdn {
 
 struct PrepArgs {
-  View<const __nv_bfloat16> q, k;  // [B, T, H, 128]
+  View<const __nv_bfloat16> k;  // [B, T, H, 128]
   Scalars g, beta;  // [B, T, HV]
   Plan plan;
   __nv_bfloat16* t;  // [HV, total, 64]
   float* b;  // [HV, total]
-  float *rq, *rk;  // [H, total]
+  float* rk;  // [H, total]
   int heads, group;  // H, HV / H
   bool l2norm;
 };
@@ -115,39 +115,12 @@ static __global__ void __launch_bounds__(32, kPrepWarpsPerSm) prep_kernel(const 
   const uint32_t tile = smem_addr(s.t), none = static_cast<uint32_t>(args.heads) >> 31;
   zero_fill<32>(tile, kSquareTileBytes, lane);  // above the diagonal it stays so
 
-  const __nv_bfloat16* q = args.q.row(chunk.token, tokens, head);
   const __nv_bfloat16* k = args.k.row(chunk.token, tokens, head);
 #pragma unroll
-  for (int n = 0; n < 4; ++n) {  // all of both at once, whatever there are registers for
+  for (int n = 0; n < 4; ++n) {  // all of it at once, whatever there are registers for
     const int i = 16 * n + (lane >> 1);
-    if (i < chunk.rows) {
-      prefetch_l2(q + i * args.q.token_stride + 64 * (lane & 1));
-      prefetch_l2(k + i * args.k.token_stride + 64 * (lane & 1));
-    }
+    if (i < chunk.rows) prefetch_l2(k + i * args.k.token_stride + 64 * (lane & 1));
   }
-  // ---- norms of q: the diagonal of q q^T ----
-  {
-    Norms norms[4];
-    if (args.l2norm) {
-      float square[8][4] = {};
-      Rows32 rows[2];
-      rows[0].load(q, args.q.token_stride, chunk.rows, lane);
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        if (c < 3) rows[(c + 1) & 1].load(q + 32 * (c + 1), args.q.token_stride, chunk.rows, lane);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const RowOperands x(rows[c & 1], i, none);
-#pragma unroll
-          for (int n = 2 * i; n < 2 * i + 2; ++n) add_products(square[n], x, rows[c & 1].row[n]);
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < 4; ++i) norms[i].set(square[2 * i], square[2 * i + 1], lane);
-    }
-    store_norms(args.rq + head * total + chunk.token, norms, chunk.rows, lane);
-  }
-
   // ---- normalised k k^T on and below the diagonal, once for the group ----
   float gram[20][4] = {};
   {

@@ -114,6 +114,7 @@ __device__ __forceinline__ void scan_states(WalkShared& s, const WalkArgs& args,
       uint32_t out[4][4];
       to_frag(out, o);
       leave_channels(x, out, channel0, lane);
+      fence_proxy_async();  // TMA sends it on
     }
     wgmma_wait<0>();
     pin(state);
@@ -131,18 +132,8 @@ static __global__ void __launch_bounds__(kWalkThreads, 1) scan_kernel(const __gr
   WalkShared& s = *reinterpret_cast<WalkShared*>(raw);
   const Walk walk = walk_of(args.plan, args.v_heads, args.group, blockIdx.x);
   if (args.inner && unneeded(walk, args.plan.segment(walk.index))) return;
-  walk_init<kOutput>(s, threadIdx.x);
-  const Role role = static_cast<Role>(threadIdx.x / 128);
-  if (role == Role::kProducer) {
-    registers_shrink<kProducerRegisters>();
-    produce<true, kOutput, kOutput, true>(s, args, walk, threadIdx.x % 128);
-  } else if (role == Role::kHelper) {
-    registers_shrink<kHelperRegisters>();
-    help<true, kOutput>(s, args, walk, threadIdx.x % 128);
-  } else {
-    registers_grow<kStateRegisters>();
-    scan_states<kOutput, kTape>(s, args, walk, threadIdx.x);
-  }
+  walk_roles<WalkKind<true, kOutput, true, kOutput>>(s, args, walk,
+                                                     [&] { scan_states<kOutput, kTape>(s, args, walk, threadIdx.x); });
 }
 
 }  // namespace cake::gdn

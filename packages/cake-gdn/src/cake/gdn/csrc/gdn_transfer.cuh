@@ -14,6 +14,8 @@ struct TransferArgs {
   WalkArgs walk;  // edge_in: the sequences' own states; edge_out: B [segments, HV, K, V]
   TransferMaps maps;
   float least;  // log2 of the decay at which M counts as 0; -inf for never
+
+  void readdress() { walk.readdress(); }
 };
 
 // See cake/transfer.cuh. The warp does it together.
@@ -80,19 +82,10 @@ template <bool kMap>
 __device__ __forceinline__ void transfer_walk(const TransferArgs& args, const Walk& walk) {
   extern __shared__ __align__(1024) uint8_t raw[];
   WalkShared& s = *reinterpret_cast<WalkShared*>(raw);
-  walk_init<false>(s, threadIdx.x);
-  const Role role = static_cast<Role>(threadIdx.x / 128);
-  if (role == Role::kProducer) {
-    registers_shrink<kProducerRegisters>();
-    produce<true, false, false, !kMap>(s, args.walk, walk, threadIdx.x % 128);
-  } else if (role == Role::kHelper) {
-    registers_shrink<kHelperRegisters>();
-    help<true, false>(s, args.walk, walk, threadIdx.x % 128);
-  } else {
-    registers_grow<kStateRegisters>();
+  walk_roles<WalkKind<true, false, !kMap, false>>(s, args.walk, walk, [&] {
     if constexpr (kMap) map_states(s, args, walk, threadIdx.x);
     else scan_states<false, false, true>(s, args.walk, walk, threadIdx.x);
-  }
+  });
 }
 
 // Two CTAs for each (segment, v head): one walks B, the other one M.

@@ -9,9 +9,15 @@
 #include <tvm/ffi/optional.h>
 
 #include <initializer_list>
+#include <new>
 #include <string>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+#include <vector>
 
 #include "seq.cuh"
+#include "tile_map.cuh"
 
 namespace cake::host {
 
@@ -102,6 +108,48 @@ inline View<const __nv_bfloat16> const_rows(const TensorView& x, const char* nam
   return as_const(writable_rows(x, name, shape));
 }
 
+// Where a stand-in for tensor number `i` lies: no tensor does, and no number that a launch takes is like it. A host entry may
+// go half a TiB back and forth from there.
+constexpr uint64_t kNowhere = 0xcafe;
+inline uint64_t nowhere(uint64_t i) { return kNowhere << 48 | i << 40 | uint64_t{1} << 39; }
+inline bool is_nowhere(uint64_t address) { return address >> 48 == kNowhere; }
+
+// A function of the driver: libraries aren't linked against it.
+template <typename Function>
+Function* driver_function(const char* name) {
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult result{};
+  check_cuda(cudaGetDriverEntryPointByVersion(name, &function, 12000, cudaEnableDefault, &result), name);
+  if (!function) TVM_FFI_THROW(RuntimeError) << "this driver has no " << name;
+  return reinterpret_cast<Function*>(function);
+}
+
+inline void check_map(CUresult status, const char* what) {
+  if (status != CUDA_SUCCESS) TVM_FFI_THROW(RuntimeError) << what << " failed with error " << int(status);
+}
+
+// Boxes of 64 tokens and 64 of the `channels` of a head.
+template <typename T>
+TileMap tile_map(const View<T>& x, int64_t batch, int64_t tokens, int64_t heads, int64_t channels = kHeadDim) {
+  static auto* const encode = driver_function<decltype(cuTensorMapEncodeTiled)>("cuTensorMapEncodeTiled");
+  const int64_t sizes[4] = {channels, heads, tokens, batch};
+  const int64_t strides[3] = {x.head_stride, x.token_stride, x.batch_stride};
+  cuuint64_t dims[4], bytes[3];
+  for (int i = 0; i < 4; ++i) dims[i] = sizes[i];
+  // An axis of one has any stride, but one that the driver takes.
+  for (int i = 0; i < 3; ++i) bytes[i] = sizes[i + 1] > 1 ? 2 * strides[i] : 16;
+  const cuuint32_t box[4] = {64, 1, 64, 1}, steps[4] = {1, 1, 1, 1};
+  TileMap made{{}, x.data};
+  // The driver may refuse the address of a stand-in; `readdress` comes before it is used.
+  void* data =
+      is_nowhere(reinterpret_cast<uint64_t>(x.data)) ? reinterpret_cast<void*>(4096) : const_cast<void*>(made.data);
+  check_map(encode(&made.map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, data, dims, bytes, box, steps,
+                   CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
+            "cuTensorMapEncodeTiled");
+  return made;
+}
+
 // Tape images bf16 [slots, HV, 128, 128]. With boundaries on the host the slots may be fewer than `most`: the plan never
 // names one past its own count.
 inline __nv_bfloat16* tape_images(const TensorView& x, const char* name, int64_t v_heads, int64_t most) {
@@ -133,13 +181,76 @@ inline Plan plan_of(const TensorView& words, int64_t n, int64_t chunk_capacity, 
 
 inline cudaStream_t stream_of(int64_t handle) { return reinterpret_cast<cudaStream_t>(handle); }
 
-// Raises a kernel's dynamic shared memory limit, then launches it.
 template <typename Kernel, typename... Args>
-void launch(const char* name, Kernel kernel, dim3 grid, int threads, int shared_bytes, cudaStream_t stream,
-            const Args&... args) {
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes), name);
+void start(const char* name, Kernel kernel, dim3 grid, int threads, int shared_bytes, cudaStream_t stream,
+           const Args&... args) {
   kernel<<<grid, threads, shared_bytes, stream>>>(args...);
   check_cuda(cudaGetLastError(), name);
 }
 
+// Arguments of a launch as bytes.
+constexpr size_t kBlockWords = 16;
+struct alignas(8 * kBlockWords) Block {
+  uint64_t words[kBlockWords];
+};
+
+// A launch that is kept, to be made again with other addresses in its arguments.
+struct Launch {
+  void (*run)(const Launch&, Block* arguments, cudaStream_t);
+  const char* name;
+  void (*kernel)();
+  dim3 grid;
+  int threads, shared_bytes;
+  std::vector<Block> arguments;  // a tuple
+};
+
+// Arguments that hold more of an address than the address say what follows from a new one by a member `readdress`.
+template <typename T>
+auto readdress(T& x, int) -> decltype(x.readdress()) {
+  x.readdress();
+}
+template <typename T>
+void readdress(T&, long) {
+  static_assert(alignof(T) < alignof(TileMap), "what holds a tensor map needs a member `readdress`");
+}
+
+template <typename Kernel, typename... Args>
+Launch kept(const char* name, Kernel kernel, dim3 grid, int threads, int shared_bytes, const Args&... args) {
+  using Packed = std::tuple<Args...>;
+  static_assert((std::is_trivially_copyable_v<Args> && ...) && alignof(Packed) <= alignof(Block),
+                "arguments must be bytes");
+  const auto run = [](const Launch& x, Block* arguments, cudaStream_t stream) {
+    const auto again = [&](Args&... args) {
+      (readdress(args, 0), ...);
+      start(x.name, reinterpret_cast<Kernel>(x.kernel), x.grid, x.threads, x.shared_bytes, stream, args...);
+    };
+    std::apply(again, *reinterpret_cast<Packed*>(arguments));
+  };
+  std::vector<Block> arguments((sizeof(Packed) + sizeof(Block) - 1) / sizeof(Block));
+  new (arguments.data()) Packed(args...);
+  return {run, name, reinterpret_cast<void (*)()>(kernel), grid, threads, shared_bytes, std::move(arguments)};
+}
+
+// Where a host entry leaves its launches in place of making them: a negative handle of a stream points there.
+using Launches = std::vector<Launch>;
+inline int64_t handle_of(Launches& launches) { return -reinterpret_cast<int64_t>(&launches); }
+
+// Raises a kernel's dynamic shared memory limit, then launches it. Arguments hold addresses as they are, in whole words of 8
+// bytes, so that a kept launch can be given others.
+template <typename Kernel, typename... Args>
+void launch(const char* name, Kernel kernel, dim3 grid, int threads, int shared_bytes, cudaStream_t stream,
+            const Args&... args) {
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes), name);
+  const auto handle = reinterpret_cast<int64_t>(stream);
+  if (handle < 0)
+    reinterpret_cast<Launches*>(-handle)->push_back(kept(name, kernel, grid, threads, shared_bytes, args...));
+  else start(name, kernel, grid, threads, shared_bytes, stream, args...);
+}
+
 }  // namespace cake::host
+
+inline void cake::TileMap::readdress() {
+  using namespace cake::host;
+  static auto* const replace = driver_function<decltype(cuTensorMapReplaceAddress)>("cuTensorMapReplaceAddress");
+  if (data) check_map(replace(&map, const_cast<void*>(data)), "cuTensorMapReplaceAddress");
+}
