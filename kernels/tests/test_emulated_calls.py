@@ -117,7 +117,6 @@ def test_a_gate_and_every_tape(op: Op, one_by_one: Any, keep: dict[str, bool]) -
         assert_same(op.results(**arguments), expected)
 
 
-@pytest.mark.parametrize("op", ["kda"], indirect=True)
 @pytest.mark.parametrize("keep", [{}, {"recompute_state": True}, {"allow_neg_eigval": True}], ids=str)
 def test_betas_that_come_as_logits(op: Op, one_by_one: Any, keep: dict[str, Any]) -> None:
     """Their sigmoid and its gradient are a part of the recording, the latter in the logits' dtype."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -71,6 +72,8 @@ class Call(Planned):
     differentiable: bool
     # What is walked in place of whole sequences, if the call is cut.
     segments: Segments | None = None
+    # Where kernels run the call and beta holds logits, the factor of their sigmoid.
+    beta_scale: float | None = None
     # Of all calls like this one.
     recordings: dict[Any, Recording] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -79,7 +82,7 @@ class Call(Planned):
         """Whether kernels run it."""
         return self.route.backend == "cuda" and self.seqs.total > 0
 
-    @property
+    @cached_property
     def tape(self) -> str:
         """What a forward leaves for its backward."""
         return "inputs" if self.route.recompute_state else "states"

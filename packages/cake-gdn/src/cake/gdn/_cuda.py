@@ -203,6 +203,19 @@ def out(
     return dq, dk, y, dbeta, dg
 
 
+def sigmoid(logits: torch.Tensor, scale: float) -> torch.Tensor:
+    """Betas of logits [B, T, HV], as `_gates.beta_forward`."""
+    beta: torch.Tensor = empty(logits.shape, torch.float32, logits.device)
+    launch(_library("gdn_prep"), "gdn_sigmoid", logits.device, logits, scale, beta)
+    return beta
+
+
+def sigmoid_backward(d_beta: torch.Tensor, logits: torch.Tensor, scale: float, to: torch.Tensor) -> None:
+    """Writes the gradient of logits, as `_gates.beta_backward`, in the dtype and to the strides of `to`."""
+    device = logits.device
+    launch(_library("gdn_prep"), "gdn_sigmoid_backward", device, d_beta, logits, scale, to)
+
+
 def tables(seqs: Sequences, device: torch.device) -> torch.Tensor:
     """What the kernels read of sequences and chunks, int32."""
     return plan_tables(seqs, device, _plans)

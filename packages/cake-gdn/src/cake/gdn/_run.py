@@ -9,33 +9,35 @@ from typing import Any
 import torch
 
 from cake.core import played
-from cake.core.recording import known
+from cake.core.recording import empty, known
 from cake.gdn import _autograd, _route, _stages
 from cake.gdn._autograd import Call, Inputs, Walk, walk_again, walk_backward, walk_forward
 from cake.gdn._stages import Prep
 
 
 def run(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    call: Call,
-    cu_seqlens: torch.Tensor | None,
+    tensors: tuple[Any, ...], call: Call, cu_seqlens: torch.Tensor | None, state_v_first: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Output and final state (None unless asked for), on the graph if a backward can follow.
 
-    `cu_seqlens`: as the call was given them.
+    Args:
+        tensors: q, k, v, the log decay, beta and the initial state; beta as it was given where kernels run
+            the call, else no logits.
+        cu_seqlens, state_v_first: as of the call.
     """
     boundaries = cu_seqlens if call.seqs.boundaries is None else None
-    if call.played:
-        _route.note(call.route)
-        return played.run(_OP, call, (q, k, v, g, beta, initial_state), boundaries)
+    if state_v_first and tensors[5] is not None:
+        tensors = (*tensors[:5], tensors[5].transpose(-1, -2))
     if call.seqs.total:
         _route.note(call.route)
-    return _autograd.run(q, k, v, g, beta, initial_state, call.at(boundaries))
+    if call.played:
+        o, final_state = played.run(_OP, call, tensors, boundaries)
+    else:
+        q, k, v, g, beta, initial_state = tensors
+        o, final_state = _autograd.run(q, k, v, g, beta, initial_state, call.at(boundaries))
+    if state_v_first and final_state is not None:
+        final_state = final_state.transpose(-1, -2).contiguous()
+    return o, final_state
 
 
 def _kernels() -> ModuleType:
@@ -47,14 +49,21 @@ def _kept(tape: str) -> tuple[bool, ...]:
     return True, True, True, again, True, again
 
 
+def _beta(call: Call, given: Any) -> Any:
+    """Betas of the stages."""
+    return given if call.beta_scale is None else _kernels().sigmoid(given, call.beta_scale)
+
+
 def _forward(call: Call, inputs: Sequence[Any], tape: str) -> tuple[Sequence[Any], Sequence[Any]]:
-    q, k, v, g, beta, initial_state = inputs
+    q, k, v, g, given, initial_state = inputs
+    beta = _beta(call, given)
     save, final = tape != "inputs", call.output_final_state
     o, final_state, walk = walk_forward(
         _kernels(), q, k, v, g, beta, initial_state, call, output_final_state=final, save_states=save
     )
     t, b, rk, _ = walk.prep
-    return (o, final_state), (t, b, rk, walk.states, *walk.maps)
+    kept = None if call.beta_scale is None else beta
+    return (o, final_state), (t, b, rk, kept, walk.states, *walk.maps)
 
 
 def _backward(
@@ -66,14 +75,27 @@ def _backward(
     wanted: tuple[bool, ...],
     into: Sequence[Any] | None,
 ) -> Sequence[Any]:
-    q, k, v, g, beta, initial_state = inputs
+    q, k, v, g, given, initial_state = inputs
     if pieces is None:
+        beta = _beta(call, given)
         walk = walk_again(_kernels(), q, k, v, beta, g, initial_state, call)
     else:
-        t, b, rk, states, *maps = pieces
+        t, b, rk, kept, states, *maps = pieces
+        beta = given if call.beta_scale is None else kept
         walk = Walk(Prep(t, b, rk, known("plan")), states, tuple(maps))
     made, has_state = Inputs(q.shape, v.shape, g.dtype, beta.dtype, q.device), initial_state is not None
-    return walk_backward(_kernels(), q, k, v, beta, do, dht, walk, made, call, wanted, has_state, into=into)
+    laid = into
+    if into is not None and call.beta_scale is not None:
+        laid = (*into[:3], empty(beta.shape, beta.dtype, beta.device), into[4])
+    stages = _kernels()
+    grads = list(
+        walk_backward(stages, q, k, v, beta, do, dht, walk, made, call, wanted, has_state, into=laid)
+    )
+    if call.beta_scale is not None and wanted[4]:
+        to = empty(given.shape, given.dtype, given.device) if into is None else into[3]
+        stages.sigmoid_backward(grads[4], given, call.beta_scale, to)
+        grads[4] = to
+    return grads
 
 
 _OP = played.Op(

@@ -139,7 +139,8 @@ def chunk_gated_delta_rule(
         call = None if near is None else _calls.get(near)
         if call is not None:
             try:
-                return _results(tensors, call, cu_seqlens, state_v_first or bool(transpose_state_layout))
+                first = state_v_first or bool(transpose_state_layout)
+                return _run.run(tensors[:6], call, cu_seqlens, first)
             except Otherwise:
                 pass  # another one's, or one that is refused
 
@@ -199,6 +200,7 @@ def chunk_gated_delta_rule(
         recompute_state,
         segments,
         packing_invariant,
+        _gates.beta_scale(allow_neg_eigval) if use_beta_sigmoid_in_kernel else None,
     )
     context, key = None, None
     if cp_context is not None:
@@ -214,37 +216,18 @@ def chunk_gated_delta_rule(
     elif (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT:
         check_alignment(q, k, v)
 
-    if (
-        near is not None
-        and call.played
-        and A_log is dt_bias is None
-        and not use_gate_in_kernel
-        and not use_beta_sigmoid_in_kernel
-    ):
+    if near is not None and call.played and A_log is dt_bias is None and not use_gate_in_kernel:
         # Nothing lies between the arguments and the recording, which sees all of their metadata.
         _calls.keep(near, call)
 
     if use_gate_in_kernel:
         assert A_log is not None
         g = _gates.gate(g, A_log, dt_bias)
-    if use_beta_sigmoid_in_kernel:
+    if use_beta_sigmoid_in_kernel and not (context is None and call.played):
         beta = _gates.beta_sigmoid(beta, allow_neg_eigval)
     if context is not None:
         return _kcp.run(q, k, v, g, beta, call, context), None
-    return _results((q, k, v, g, beta, initial_state), call, cu_seqlens, state_v_first)
-
-
-def _results(
-    tensors: tuple[Any, ...], call: _autograd.Call, cu_seqlens: torch.Tensor | None, state_v_first: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Of q, k, v, g, beta and the initial state as the call has it."""
-    q, k, v, g, beta, initial_state = tensors[:6]
-    if state_v_first and initial_state is not None:
-        initial_state = initial_state.transpose(-1, -2)
-    o, final_state = _run.run(q, k, v, g, beta, initial_state, call, cu_seqlens)
-    if state_v_first and final_state is not None:
-        final_state = final_state.transpose(-1, -2).contiguous()
-    return o, final_state
+    return _run.run((q, k, v, g, beta, initial_state), call, cu_seqlens, state_v_first)
 
 
 # What is known of calls by their metadata: every check has passed, and the plan is made.
@@ -272,6 +255,7 @@ def _call_of(
     recompute_state: bool | None,
     segments: int | None,
     packing_invariant: bool,
+    beta_scale: float | None,
 ) -> _autograd.Call:
     """Every check of a call, and what it is besides its tensors."""
     check_inputs(q, k, v, g, beta)
@@ -303,6 +287,7 @@ def _call_of(
         differentiable=torch.is_grad_enabled()
         and any(x is not None and x.requires_grad for x in (q, k, v, g, beta, initial_state, a_log, dt_bias)),
         segments=cut_of_call(seqs, v_heads, segments, packing_invariant) if context is None else None,
+        beta_scale=beta_scale,
     )
 
 

@@ -1,8 +1,9 @@
-// Host entries of the plan tables and of gdn_prep.
+// Host entries of the plan tables, of betas that come as logits, and of gdn_prep.
 #include "gdn_prep.cuh"
 
 #include "cake/plan_host.cuh"
 #include "cake/recording_host.cuh"
+#include "cake/sigmoid_host.cuh"
 
 namespace cake::gdn {
 
@@ -32,6 +33,8 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(gdn_plan, make_plan);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gdn_cut_plan, make_cut_plan);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gdn_boundaries, copy_boundaries);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gdn_prep, gdn_prep);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(gdn_sigmoid, make_sigmoid);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(gdn_sigmoid_backward, make_sigmoid_backward);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gdn_recording, record);
 
 }  // namespace cake::gdn

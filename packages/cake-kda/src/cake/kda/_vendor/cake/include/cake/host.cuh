@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "seq.cuh"
+#include "tile_map.cuh"
 
 namespace cake::host {
 
@@ -107,6 +108,48 @@ inline View<const __nv_bfloat16> const_rows(const TensorView& x, const char* nam
   return as_const(writable_rows(x, name, shape));
 }
 
+// Where a stand-in for tensor number `i` lies: no tensor does, and no number that a launch takes is like it. A host entry may
+// go half a TiB back and forth from there.
+constexpr uint64_t kNowhere = 0xcafe;
+inline uint64_t nowhere(uint64_t i) { return kNowhere << 48 | i << 40 | uint64_t{1} << 39; }
+inline bool is_nowhere(uint64_t address) { return address >> 48 == kNowhere; }
+
+// A function of the driver: libraries aren't linked against it.
+template <typename Function>
+Function* driver_function(const char* name) {
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult result{};
+  check_cuda(cudaGetDriverEntryPointByVersion(name, &function, 12000, cudaEnableDefault, &result), name);
+  if (!function) TVM_FFI_THROW(RuntimeError) << "this driver has no " << name;
+  return reinterpret_cast<Function*>(function);
+}
+
+inline void check_map(CUresult status, const char* what) {
+  if (status != CUDA_SUCCESS) TVM_FFI_THROW(RuntimeError) << what << " failed with error " << int(status);
+}
+
+// Boxes of 64 tokens and 64 of the `channels` of a head.
+template <typename T>
+TileMap tile_map(const View<T>& x, int64_t batch, int64_t tokens, int64_t heads, int64_t channels = kHeadDim) {
+  static auto* const encode = driver_function<decltype(cuTensorMapEncodeTiled)>("cuTensorMapEncodeTiled");
+  const int64_t sizes[4] = {channels, heads, tokens, batch};
+  const int64_t strides[3] = {x.head_stride, x.token_stride, x.batch_stride};
+  cuuint64_t dims[4], bytes[3];
+  for (int i = 0; i < 4; ++i) dims[i] = sizes[i];
+  // An axis of one has any stride, but one that the driver takes.
+  for (int i = 0; i < 3; ++i) bytes[i] = sizes[i + 1] > 1 ? 2 * strides[i] : 16;
+  const cuuint32_t box[4] = {64, 1, 64, 1}, steps[4] = {1, 1, 1, 1};
+  TileMap made{{}, x.data};
+  // The driver may refuse the address of a stand-in; `readdress` comes before it is used.
+  void* data =
+      is_nowhere(reinterpret_cast<uint64_t>(x.data)) ? reinterpret_cast<void*>(4096) : const_cast<void*>(made.data);
+  check_map(encode(&made.map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, data, dims, bytes, box, steps,
+                   CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
+            "cuTensorMapEncodeTiled");
+  return made;
+}
+
 // Tape images bf16 [slots, HV, 128, 128]. With boundaries on the host the slots may be fewer than `most`: the plan never
 // names one past its own count.
 inline __nv_bfloat16* tape_images(const TensorView& x, const char* name, int64_t v_heads, int64_t most) {
@@ -145,15 +188,10 @@ void start(const char* name, Kernel kernel, dim3 grid, int threads, int shared_b
   check_cuda(cudaGetLastError(), name);
 }
 
-// Where a stand-in for tensor number `i` lies: no tensor does, and no number that a launch takes is like it. A host entry may
-// go half a TiB back and forth from there.
-constexpr uint64_t kNowhere = 0xcafe;
-inline uint64_t nowhere(uint64_t i) { return kNowhere << 48 | i << 40 | uint64_t{1} << 39; }
-inline bool is_nowhere(uint64_t address) { return address >> 48 == kNowhere; }
-
 // Arguments of a launch as bytes.
-struct alignas(64) Block {
-  uint64_t words[8];
+constexpr size_t kBlockWords = 16;
+struct alignas(8 * kBlockWords) Block {
+  uint64_t words[kBlockWords];
 };
 
 // A launch that is kept, to be made again with other addresses in its arguments.
@@ -172,7 +210,9 @@ auto readdress(T& x, int) -> decltype(x.readdress()) {
   x.readdress();
 }
 template <typename T>
-void readdress(T&, long) {}
+void readdress(T&, long) {
+  static_assert(alignof(T) < alignof(TileMap), "what holds a tensor map needs a member `readdress`");
+}
 
 template <typename Kernel, typename... Args>
 Launch kept(const char* name, Kernel kernel, dim3 grid, int threads, int shared_bytes, const Args&... args) {
@@ -208,3 +248,9 @@ void launch(const char* name, Kernel kernel, dim3 grid, int threads, int shared_
 }
 
 }  // namespace cake::host
+
+inline void cake::TileMap::readdress() {
+  using namespace cake::host;
+  static auto* const replace = driver_function<decltype(cuTensorMapReplaceAddress)>("cuTensorMapReplaceAddress");
+  if (data) check_map(replace(&map, const_cast<void*>(data)), "cuTensorMapReplaceAddress");
+}

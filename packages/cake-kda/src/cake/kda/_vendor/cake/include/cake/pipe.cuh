@@ -29,6 +29,10 @@ struct RingState {
   __device__ __forceinline__ void advance() {
     if (++stage == kStages) stage = 0, parity ^= 1;
   }
+  // After so many steps: with two stages it isn't worth a register.
+  __device__ __forceinline__ static RingState after(int steps) {
+    return {steps % kStages, static_cast<uint32_t>(steps / kStages) & 1};
+  }
 };
 
 template <int kStages>

@@ -100,6 +100,25 @@ __device__ __forceinline__ void bulk_store(void* dst, uint32_t src, uint32_t byt
                : "memory");
 }
 
+// A box of a tensor that is mapped (tile_map.cuh) to shared memory, and completes its bytes on an mbarrier; what lies outside
+// of the tensor becomes zeros.
+__device__ __forceinline__ void tensor_load(uint32_t dst, const void* map, int column, int head, int token, int batch,
+                                            uint32_t bar) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], "
+      "[%6];" ::"r"(dst),
+      "l"(map), "r"(column), "r"(head), "r"(token), "r"(batch), "r"(bar)
+      : "memory");
+}
+
+// And back; nothing is written outside of the tensor.
+__device__ __forceinline__ void tensor_store(const void* map, int column, int head, int token, int batch,
+                                             uint32_t src) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::"l"(map),
+               "r"(column), "r"(head), "r"(token), "r"(batch), "r"(src)
+               : "memory");
+}
+
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
 // Waits until this thread's bulk stores have read their shared memory.

@@ -70,7 +70,7 @@ class Recording {
     for (const KeptLaunch& x : kept->launches) {
       std::copy(x.launch.arguments.begin(), x.launch.arguments.end(), arguments.begin());
       for (const Address& a : x.addresses)
-        arguments[a.word / 8].words[a.word % 8] = address(*tensors[a.argument]) + a.offset;
+        arguments[a.word / kBlockWords].words[a.word % kBlockWords] = address(*tensors[a.argument]) + a.offset;
       x.launch.run(x.launch, arguments.data(), stream);
     }
   }
@@ -203,11 +203,11 @@ class Recording {
       KeptLaunch made{std::move(launches[n]), {}};
       const std::vector<Block>& here = made.launch.arguments;
       const std::vector<Block>& there = moved.at(n).arguments;
-      for (uint32_t i = 0; i < 8 * here.size(); ++i) {
-        const uint64_t word = here[i / 8].words[i % 8];
+      for (uint32_t i = 0; i < kBlockWords * here.size(); ++i) {
+        const uint64_t word = here[i / kBlockWords].words[i % kBlockWords];
         const uint32_t argument = word >> 40 & 0xff;
-        if (!is_nowhere(word) || there.at(i / 8).words[i % 8] != word + kShift || argument >= tensors.size() ||
-            !tensors[argument])
+        if (!is_nowhere(word) || there.at(i / kBlockWords).words[i % kBlockWords] != word + kShift ||
+            argument >= tensors.size() || !tensors[argument])
           continue;
         made.addresses.push_back(
             {i, argument, static_cast<int64_t>(word - nowhere(argument) - residue(*tensors[argument]))});
