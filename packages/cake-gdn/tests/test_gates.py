@@ -114,6 +114,20 @@ class TestBeta:
         assert gradient[0, 3] > 0
         torch.testing.assert_close(gradient[0, 1], gradient[0, 3])
 
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+    def test_kernels_give_the_same_bits(self, dtype):
+        from cake.gdn import _cuda
+
+        special = torch.tensor([0.0, 17.0, 88.0, 104.0, 1e4, torch.inf], device="cuda")
+        x = torch.cat([torch.randn(6000, device="cuda") * 8, special, -special]).to(dtype).view(1, -1, 4)
+        logits = torch.stack([x, x], -1)[..., 0]
+        d_beta, to = torch.randn(x.shape, device="cuda"), torch.empty_like(logits)
+        for scale in (1.0, 2.0):
+            assert_bitwise_equal("beta", _cuda.sigmoid(logits, scale), _gates.beta_forward(x, scale))
+            _cuda.sigmoid_backward(d_beta, logits, scale, to)
+            assert_bitwise_equal("its gradient", to, _gates.beta_backward(d_beta, x, scale))
+
 
 class TestInTheCall:
     def leaves(self, make, device, dtype=torch.float32):
