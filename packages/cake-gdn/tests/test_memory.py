@@ -43,14 +43,14 @@ def test_a_forward_keeps_what_the_formula_says(
     tokens = sum(lengths)
     chunks = [-(-length // 64) for length in lengths]
     states = sum(chunks) if state else sum(max(count - 1, 0) for count in chunks)
-    assert kept_bytes(case) == hv * (128 * tokens + 4 * tokens) + h * 8 * tokens + hv * 32768 * states
+    assert kept_bytes(case) == hv * (128 * tokens + 4 * tokens) + h * 4 * tokens + hv * 32768 * states
     assert kept_bytes(case, recompute_state=True) == 0
 
 
 def test_a_call_that_is_cut_keeps_the_maps_too(make: Any) -> None:
     case = make((300,), (1, 2), state=False)
     states, segments = 5, 2
-    expected = 2 * 132 * 300 + 8 * 300 + 2 * 32768 * states + 2 * 65540 * segments
+    expected = 2 * 132 * 300 + 4 * 300 + 2 * 32768 * states + 2 * 65540 * segments
     assert kept_bytes(case, segments=segments) == expected
 
 

@@ -224,21 +224,23 @@ def kernel_work(shape: Shape, name: str) -> Work | None:
     heads, v_heads = shape.heads
     b, m = 2 * CHUNK * HEAD_DIM * HEAD_DIM, 2 * CHUNK * CHUNK * HEAD_DIM
     qk, v = 2 * 2 * shape.tokens * heads * HEAD_DIM, 2 * shape.tokens * v_heads * HEAD_DIM
-    # What prep makes (T bf16, b fp32, both norms) and beta; a state for each chunk but a sequence's first.
+    # What prep makes (T bf16, b fp32, norms of k) and beta; a state for each chunk but a sequence's first.
     inverses = 2 * shape.tokens * v_heads * CHUNK
-    prepared = inverses + 4 * shape.tokens * (v_heads + 2 * heads)
+    norms = 4 * shape.tokens * heads
+    prepared = inverses + 4 * shape.tokens * v_heads + norms
     beta = 4 * shape.tokens * v_heads
     tape = 2 * v_heads * (chunks(shape) - sum(x > 0 for x in shape.lengths)) * HEAD_DIM * HEAD_DIM
-    read = qk + v + prepared + beta
+    walked = qk + v + prepared + beta
     if "prep_kernel" in name:
-        per_v_head, per_head, nbytes = 0.36e6, m, qk + 2 * beta + prepared
+        per_v_head, per_head, nbytes = 0.36e6, m, qk // 2 + 2 * beta + prepared
     elif walk := _WALK.search(name):
         output, states = (x != "false" for x in walk.groups())
         per_v_head, per_head = (3 * b + 2 * m, m) if output else (2 * b + m, 0)
-        nbytes = read + (v if output else -qk // 2) + (tape if states else 0)
+        nbytes = walked + (v if output else -qk // 2) + (tape if states else 0)
     elif "out_kernel" in name:
-        # q, k, v, do, y (dv already), both tapes and what prep made; dq, dk, dbeta and dg.
-        per_v_head, per_head, nbytes = 5 * b + 5 * m, 0, 2 * qk + 3 * v + prepared + 3 * beta + 2 * tape
+        # q, k, v, do, y (dv already), both tapes, what prep made and the norms of q; dq, dk, dbeta and dg.
+        read = 2 * qk + 3 * v + prepared + norms + 3 * beta
+        per_v_head, per_head, nbytes = 5 * b + 5 * m, 0, read + 2 * tape
     else:
         return None
     return Work(flops=chunks(shape) * (v_heads * per_v_head + heads * per_head), nbytes=nbytes)

@@ -124,6 +124,16 @@ Function* driver_function(const char* name) {
   return reinterpret_cast<Function*>(function);
 }
 
+// The driver's functions ask for a context, which the runtime makes current in a thread when it first needs one itself.
+inline void make_context_current() {
+  thread_local bool made = false;
+  if (made) return;
+  int device = 0;
+  check_cuda(cudaGetDevice(&device), "cudaGetDevice");
+  check_cuda(cudaSetDevice(device), "cudaSetDevice");
+  made = true;
+}
+
 inline void check_map(CUresult status, const char* what) {
   if (status != CUDA_SUCCESS) TVM_FFI_THROW(RuntimeError) << what << " failed with error " << int(status);
 }
@@ -132,6 +142,7 @@ inline void check_map(CUresult status, const char* what) {
 template <typename T>
 TileMap tile_map(const View<T>& x, int64_t batch, int64_t tokens, int64_t heads, int64_t channels = kHeadDim) {
   static auto* const encode = driver_function<decltype(cuTensorMapEncodeTiled)>("cuTensorMapEncodeTiled");
+  make_context_current();
   const int64_t sizes[4] = {channels, heads, tokens, batch};
   const int64_t strides[3] = {x.head_stride, x.token_stride, x.batch_stride};
   cuuint64_t dims[4], bytes[3];
@@ -252,5 +263,7 @@ void launch(const char* name, Kernel kernel, dim3 grid, int threads, int shared_
 inline void cake::TileMap::readdress() {
   using namespace cake::host;
   static auto* const replace = driver_function<decltype(cuTensorMapReplaceAddress)>("cuTensorMapReplaceAddress");
-  if (data) check_map(replace(&map, const_cast<void*>(data)), "cuTensorMapReplaceAddress");
+  if (!data) return;
+  make_context_current();
+  check_map(replace(&map, const_cast<void*>(data)), "cuTensorMapReplaceAddress");
 }
