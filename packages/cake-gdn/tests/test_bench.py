@@ -145,7 +145,7 @@ def test_ranks_are_timed_beside_one(tmp_path, capsys):
 
 
 KERNELS = {
-    "cake::gdn::prep_kernel(cake::gdn::PrepArgs)": (0.11, 0.02),
+    "cake::gdn::prep_kernel(cake::gdn::PrepArgs)": (0.08, 0.02),
     "void cake::gdn::scan_kernel<true, false>(cake::gdn::WalkArgs)": (0.30, 0.28),
     "void cake::gdn::scan_kernel<true, true>(cake::gdn::WalkArgs)": (0.48, 0.28),
     "void cake::gdn::scan_kernel<false, true>(cake::gdn::WalkArgs)": (0.36, 0.16),
