@@ -141,6 +141,49 @@ def test_pieces_lie_without_gaps_and_aligned(library: Library) -> None:
         assert piece.first % alignment == 0
 
 
+@pytest.mark.parametrize("one", [True, False], ids=["one result", "none"])
+def test_what_needs_one_result_may_go_first(library: Library, one: bool) -> None:
+    def run(x: Any) -> Any:
+        spare, o = scratch("op", "spare", (2,), FP32, CPU), empty((3,), FP32, CPU)
+        y, z = empty((4,), BF16, CPU), empty((5,), FP32, CPU)
+        launch(library, "walk", CPU, x, spare)
+        launch(library, "walk", CPU, spare, o if one else x)
+        launch(library, "walk", CPU, spare, o, y)
+        launch(library, "walk", CPU, z)
+        return (None, o, y, z), ()
+
+    made = record(library, "op", "backward", CPU, {"x": torch.zeros(1)}, run, early=True)
+    (_, _, checked, _, first), (_, _, unchecked, _, second) = library.made
+    assert [len(first), len(second)] == [2, 2]
+    assert checked[0] == ("x", False, 2, 32, 1)
+    assert unchecked[0] == ()
+    x = torch.ones(1)
+    (none, *results), _ = made.play((x,))
+    assert none is None
+    assert [y.shape for y in results] == [(3,), (4,), (5,)]
+    (x0, _, o0, y0, z0, _, scratch0, _), (x1, _, *late, _, scratch1, _) = library.played
+    assert x0 is x1 is x
+    assert o0 is (results[0] if one else None)
+    assert y0 is z0 is None
+    assert all(a is b for a, b in zip(late, results, strict=True))
+    assert scratch0 is scratch1
+    library.made.clear()
+    record(library, "op", "backward", CPU, {"x": x}, run)
+    assert len(library.made) == 1
+
+
+def test_where_the_first_launch_needs_more_there_is_one_part(library: Library) -> None:
+    def run(x: Any) -> Any:
+        o, y = empty((3,), FP32, CPU), empty((3,), FP32, CPU)
+        launch(library, "walk", CPU, x, o.reshape(1, 3), y)
+        launch(library, "walk", CPU, o, y)
+        return (o, y), ()
+
+    record(library, "op", "backward", CPU, {"x": torch.zeros(1)}, run, early=True)
+    ((_, _, _, _, calls),) = library.made
+    assert len(calls) == 2
+
+
 def test_another_shape_lies_where_its_base_does(library: Library) -> None:
     def run(x: Any) -> Any:
         o = empty((3, 2), FP32, CPU)

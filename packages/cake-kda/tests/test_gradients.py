@@ -172,7 +172,7 @@ def handed_to_adj(monkeypatch):
 
     monkeypatch.setattr(_stages, "stages", Watched)
     # A GPU's stages see tensors once, when a call is recorded, and then no memory.
-    monkeypatch.setattr(_autograd.Call, "played", False)
+    monkeypatch.setattr(_autograd.Call, "played", property(lambda call: False))
     return seen
 
 

@@ -132,7 +132,7 @@ def test_a_doctored_kernel_is_caught_on_a_gpu(what: str, monkeypatch: pytest.Mon
         return change(original(*arguments, **keywords), keywords)
 
     # Doctored results are tensors, so the stages run one by one.
-    monkeypatch.setattr("cake.kda._autograd.Call.played", False)
+    monkeypatch.setattr("cake.kda._autograd.Call.played", property(lambda call: False))
     monkeypatch.setattr(kernels, stage, doctored)
     runner = Runner(VERIFY, ("det",), torch.device("cuda", 0), cases=(VERIFY.case(CASE),))
     assert not {outcome.gate: outcome for outcome in runner.run()}[gate].passed

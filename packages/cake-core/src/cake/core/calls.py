@@ -56,7 +56,8 @@ def key_of(
     layout = layouts(tensors if cu_seqlens is None else (*tensors, cu_seqlens))
     if layout is None:
         return None
-    return layout, _known(cu_seqlens, cu_seqlens_cpu), settings, *_modes()
+    modes = config.stamp, torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled()
+    return layout, _known(cu_seqlens, cu_seqlens_cpu), settings, *modes
 
 
 def near_key_of(
@@ -88,7 +89,9 @@ def near_key_of(
             if cu_seqlens_cpu is None and (cu_seqlens is None or cu_seqlens.is_cuda)
             else _known(cu_seqlens, cu_seqlens_cpu),
             settings,
-            *_modes(),
+            config.stamp,
+            torch.is_grad_enabled(),
+            torch._C._get_deterministic_algorithms(),
             *[None if x is None else x.requires_grad for x in tensors],
         )
     except AttributeError:
@@ -104,10 +107,6 @@ def _known(
     if type(given) is torch.Tensor and given.is_cpu and given.dtype in _INDICES and given.dim() == 1:
         return tuple(given.tolist())  # what the line below gives, at a third of its time
     return known_boundaries(cu_seqlens, cu_seqlens_cpu)
-
-
-def _modes() -> tuple[Any, ...]:
-    return config.stamp, torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled()
 
 
 def differentiated_once(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -251,6 +251,7 @@ def _backward(
         stages,
         rows=("do",),
         tape_of=first if call.tape != "inputs" else None,
+        early=True,
         dtypes=[None if extents is None else extents.dtype for extents in first.given[:n]],
         whose="the backward's saved ",
     )

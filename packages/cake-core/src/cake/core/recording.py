@@ -179,14 +179,15 @@ class Recording:
 
     epoch: of the loader (`loader.epoch`) whose library plays it; in another one a call records again.
     given: extents of the tensors that it was made of.
-    results: of each result an empty tensor of its dtype and its shape, or None where there is none. Asking a
-        tensor for new memory takes half the time of `torch.empty`.
+    results: how many.
     bytes_like: an empty tensor of bytes.
     casts: results that are wanted in another dtype, and that.
     dense: which of the given tensors the stages want to be contiguous.
     tape: pieces of the tape, as the stages numbered them; None in place of what isn't there.
     tape_bytes, scratch_bytes: None where there is none of it.
-    entry: plays it.
+    parts: of each part of the launches the results that are allocated before it, and what plays it. A result
+        is (index, an empty tensor of its dtype, shape): asking a tensor for new memory takes half the time of
+        `torch.empty`.
     """
 
     epoch: int
@@ -194,14 +195,14 @@ class Recording:
     op: str
     role: str
     device: torch.device
-    results: tuple[tuple[torch.Tensor, tuple[int, ...]] | None, ...]
+    results: int
     bytes_like: torch.Tensor
     casts: tuple[tuple[int, torch.dtype], ...]
     dense: tuple[int, ...]
     tape: tuple[Piece | None, ...]
     tape_bytes: int | None
     scratch_bytes: int | None
-    entry: Callable[..., Any]
+    parts: tuple[tuple[tuple[Any, ...], Callable[..., Any]], ...]
     held: tuple[Any, ...]
 
     def play(self, given: tuple[Any, ...]) -> tuple[list[Any], torch.Tensor | None]:
@@ -227,10 +228,14 @@ class Recording:
                 scratch = workspace.take(self.op, self.role, size, torch.uint8, device)
             else:
                 scratch = bytes_like.new_empty(self.scratch_bytes)
-        made = [x if x is None else x[0].new_empty(x[1]) for x in self.results]
-        wrong = self.entry(*given, *made, tape, scratch, stream_of(self.device))
-        if wrong is not None:
-            raise Otherwise(wrong)
+        made: list[Any] = [None] * self.results
+        stream = stream_of(self.device)
+        for results, entry in self.parts:
+            for i, like, shape in results:
+                made[i] = like.new_empty(shape)
+            wrong = entry(*given, *made, tape, scratch, stream)
+            if wrong is not None:
+                raise Otherwise(wrong)
         return made, tape
 
 
@@ -245,6 +250,7 @@ def record(
     rows: Collection[str] = (),
     tape_of: Recording | None = None,
     dtypes: Sequence[torch.dtype | None] = (),
+    early: bool = False,
     whose: str = "",
 ) -> Recording:
     """Records what `run` does.
@@ -261,6 +267,8 @@ def record(
         rows: which of `given` kernels load 16 bytes at a time, as `cake.core.launch.is_aligned` has it.
         tape_of: the recording that made that tape.
         dtypes: of the results, as a call wants them.
+        early: launch what needs one result at most before the others are allocated: one more call into C++,
+            for a GPU that begins sooner.
         whose: what errors say before the name of a tensor.
     """
     epoch = loader.epoch
@@ -320,16 +328,34 @@ def record(
         for name, x in zip(given, stands, strict=True)
     ]
     unchecked = [()] * (len(results) + 3)
+
+    def needed(launches: Iterable[tuple[Any, ...]]) -> set[int]:
+        """Which results launches are given."""
+        places = [x for launched in launches for x in launched if type(x) is tuple]
+        at = {views[i][0] if kind == "view" else i for kind, i in places}
+        return at & set(range(n, end))
+
+    first = next((i for i, launched in enumerate(calls) if len(needed([launched])) > 1), 0) if early else 0
     make = getattr(library, f"{op}_recording")
+    to_make = {i: x for i, x in enumerate(results) if x is not None}
+    soon = {i for i in to_make if first and n + i in needed(calls[:first])}
+    parts: list[tuple[tuple[Any, ...], Callable[..., Any]]] = []
+    for launches, due in ((calls[:first], soon), (calls[first:], to_make.keys() - soon))[not first :]:
+        # What the first part has checked isn't checked again.
+        checks = ([()] * n if parts else checked) + unchecked
+        made = [
+            (i, torch.empty(0, dtype=x.dtype, device=device), x.shape) for i, x in to_make.items() if i in due
+        ]
+        entry = make(_DEVICES[device.type], device.index or 0, checks, views, launches)
+        parts.append((tuple(made), entry))
+
     return Recording(
         epoch=epoch,
         given=tuple(None if x is None else x.extents for x in stands),
         op=op,
         role=role,
         device=device,
-        results=tuple(
-            None if x is None else (torch.empty(0, dtype=x.dtype, device=device), x.shape) for x in results
-        ),
+        results=len(results),
         bytes_like=torch.empty(0, dtype=torch.uint8, device=device),
         casts=tuple(
             (i, dtype)
@@ -340,7 +366,7 @@ def record(
         tape=tuple(None if x is None else Piece(at[id(x)], x.extents) for x in keep),
         tape_bytes=tape_bytes if tape else None,
         scratch_bytes=scratch_bytes if rest else None,
-        entry=make(_DEVICES[device.type], device.index or 0, checked + unchecked, views, calls),
+        parts=tuple(parts),
         held=tuple(recorder.held),
     )
 

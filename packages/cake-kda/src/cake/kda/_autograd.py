@@ -79,7 +79,7 @@ class Call(Planned):
     # Of all calls like this one.
     recordings: dict[Any, Recording] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    @property
+    @cached_property
     def played(self) -> bool:
         """Whether kernels run it."""
         return self.route.backend == "cuda" and self.seqs.total > 0
