@@ -24,8 +24,6 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 GDN = ROOT / "packages" / "cake-gdn" / "benchmarks" / "results" / "h200.json"
-#: The kernels since then, of as many shapes as there was time for.
-NEWER = GDN.with_name("h200-four-shapes.json")
 KDA = ROOT / "packages" / "cake-kda" / "benchmarks" / "results" / "h200.json"
 MERGE = ROOT / "packages" / "cake-core" / "benchmarks" / "results" / "h200-merge.json"
 FLA_TESTS = ROOT / "packages" / "cake-core" / "benchmarks" / "results" / "fla-tests.json"
@@ -259,13 +257,13 @@ def host(results: dict[str, Any]) -> str:
 
 TABLES: dict[str, tuple[Path, Callable[[dict[str, Any]], str]]] = {
     "gdn-shapes": (GDN, partial(shapes, arm="flashqla", title="FlashQLA")),
-    "gdn-newer": (NEWER, partial(shapes, arm="flashqla", title="FlashQLA")),
-    "gdn-stages": (NEWER, stages),
+    "gdn-stages": (GDN, stages),
     "gdn-memory": (GDN, memory),
     "gdn-repeat": (GDN, repeat),
     "gdn-segments": (GDN, segments),
-    "gdn-host": (NEWER, host),
+    "gdn-host": (GDN, host),
     "kda-shapes": (KDA, partial(shapes, arm="fla", title="FLA")),
+    "kda-few-heads": (KDA.with_name("h200-few-heads.json"), partial(shapes, arm="fla", title="FLA")),
     "kda-stages": (KDA, partial(stages, shape="h64-1x16384")),
     "gdn-ranks": (GDN.with_name("h200-ranks.json"), ranks),
     "kda-ranks": (KDA.with_name("h200-ranks.json"), ranks),
