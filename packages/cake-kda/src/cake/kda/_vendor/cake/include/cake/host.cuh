@@ -119,7 +119,11 @@ template <typename Function>
 Function* driver_function(const char* name) {
   void* function = nullptr;
   cudaDriverEntryPointQueryResult result{};
+#if defined(CUDART_VERSION) && CUDART_VERSION < 12050
+  check_cuda(cudaGetDriverEntryPoint(name, &function, cudaEnableDefault, &result), name);
+#else
   check_cuda(cudaGetDriverEntryPointByVersion(name, &function, 12000, cudaEnableDefault, &result), name);
+#endif
   if (!function) TVM_FFI_THROW(RuntimeError) << "this driver has no " << name;
   return reinterpret_cast<Function*>(function);
 }
