@@ -9,6 +9,7 @@ import torch
 
 from cake.core import config
 from cake.core.bench import Arm, Bench, Ceilings, Inputs, Plan, Runner, Shape, Work
+from cake.core.bench._measure import Contender, measure
 
 CPU = torch.device("cpu")
 SMALL = Shape("small", (1, 2), (3, 0, 5))
@@ -108,11 +109,15 @@ def test_rows_hold_every_key_in_order_for_every_pass_and_mode():
     assert not results.failed
 
 
-def test_arms_take_turns_and_warmups_dont_count():
-    results = runner(bench(arm(), arm("other", peer=True)), passes=("fwd",)).run()
-    # Rounds of two samples: own 1 3 | 5 7 9, other 2 4 | 6 8 10; the first two of each are warm-ups.
-    assert rows_of(results, arm="own")[0]["wall_ms"] == 7.0
-    assert rows_of(results, arm="other")[0]["wall_ms"] == 8.0
+def test_arms_take_turns_in_another_order_each_round_and_warmups_dont_count():
+    contenders = [Contender(arm(name), None, product) for name in ("own", "other")]
+    own, other = measure(
+        "fwd", inputs(SMALL, CPU, 0), contenders, CountingMeter(), warmups=2, samples=20, profiles=0
+    )
+    # Samples are numbered, two to a round; the first two rounds are warm-ups.
+    rounds = list(zip(own.walls, other.walls, strict=True))
+    assert [sorted(walls) for walls in rounds] == [[5 + 2 * i, 6 + 2 * i] for i in range(20)]
+    assert {mine < theirs for mine, theirs in rounds} == {True, False}
 
 
 def test_profiles_run_after_all_samples_and_are_grouped_by_kernel():

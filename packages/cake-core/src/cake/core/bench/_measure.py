@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import random
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -100,14 +101,17 @@ def measure(
 ) -> list[Measurement]:
     """Time the contenders in turn, one sample each per round, then profile each.
 
-    Turn by turn, whatever slowly changes the machine (clocks, heat, a neighbour) meets all of them alike. A
-    contender that raises is left out from then on, with its error in the measurement.
+    Turn by turn, whatever slowly changes the machine (clocks, heat, a neighbour) meets all of them alike, and
+    in another order each round, so that none always finds the caches of the host as the same other left them.
+    A contender that raises is left out from then on, with its error in the measurement.
     """
     measurements = [Measurement(contender) for contender in contenders]
     plans = [_passes.plan(contender.call, inputs, which) for contender in contenders]
+    turns = list(zip(measurements, plans, strict=True))
+    order = random.Random(0)  # the same one on every rank
     with _without_garbage_collection():
         for index in range(warmups + samples):
-            for measurement, (prepare, run) in zip(measurements, plans, strict=True):
+            for measurement, (prepare, run) in order.sample(turns, len(turns)):
                 with _attempt(measurement) as wanted:
                     if not wanted:
                         continue
@@ -116,16 +120,16 @@ def measure(
                         measurement.walls.append(wall)
                         measurement.hosts += [] if host is None else [host]
         if which in ("bwd", "fwd+bwd"):
-            _in_one_thread(measurements, plans, meter, samples)
-        for measurement, (prepare, run) in zip(measurements, plans, strict=True):
+            _in_one_thread(turns, order, meter, samples)
+        for measurement, (prepare, run) in turns:
             if measurement.error is None:
                 _profile(measurement, prepare, run, meter, profiles)
     return measurements
 
 
 def _in_one_thread(
-    measurements: Sequence[Measurement],
-    plans: Sequence[tuple[Callable[[], Any], Callable[[Any], Any]]],
+    turns: Sequence[tuple[Measurement, tuple[Callable[[], Any], Callable[[Any], Any]]]],
+    order: random.Random,
     meter: Meter,
     samples: int,
 ) -> None:
@@ -135,7 +139,7 @@ def _in_one_thread(
     """
     with torch.autograd.set_multithreading_enabled(False):
         for _ in range(samples):
-            for measurement, (prepare, run) in zip(measurements, plans, strict=True):
+            for measurement, (prepare, run) in order.sample(turns, len(turns)):
                 if measurement.hosts:  # else device and host are one
                     with _attempt(measurement) as wanted:
                         host = meter.sample(prepare, run)[1] if wanted else None

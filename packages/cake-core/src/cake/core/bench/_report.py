@@ -70,7 +70,7 @@ def header(bench: Bench, plan: Plan, device: torch.device, commit: str | None = 
             "seed": plan.seed,
             "gpu_ms": "sum of device activities of one pass (torch.profiler), median of the profiled runs",
             "wall_ms": "CUDA events around the eager call (a CPU: host clock), L2 flushed and device idle "
-            "before each sample, arms in turn, median",
+            "before each sample, arms in turn, in another order each round, median",
             "host_us": "time until the eager call returns, same samples, median",
             "host_one_thread_us": "the same with autograd's engine in the calling thread "
             "(torch.autograd.set_multithreading_enabled(False)), in samples of its own, of a backward",
