@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-NAME = re.compile(r"`((?:gdn|kda|core|tests)/[\w/]+\.py)(?:::(\w+))?`")
+NAME = re.compile(r"`((?:gdn|kda|core|ops|tests)/[\w/]+\.py)(?:::(\w+))?`")
 
 
 def test_every_named_test_is_there() -> None:
@@ -19,7 +19,8 @@ def test_every_named_test_is_there() -> None:
         assert named, row
         for path, test in named:
             package, _, rest = path.partition("/")
-            file = ROOT / path if package == "tests" else ROOT / f"packages/cake-{package}/tests" / rest
+            folder = {"tests": "tests", "ops": "tests/ops"}.get(package, f"packages/cake-{package}/tests")
+            file = ROOT / folder / rest
             if not file.is_file() or (test and f"def {test}(" not in file.read_text(encoding="utf-8")):
                 missing.append(f"{path}::{test}")
     assert missing == []

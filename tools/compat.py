@@ -6,9 +6,9 @@ python3 -m nox -s compat -- --op gdn     one op's
 
 Released versions are built from their commits (releases.toml), the working tree from what lies in it. A pair
 is installed from wheels into an environment of its own by pip's resolver, and the tests of the op's own sdist
-run there, on the CPU. A pair outside the bounds has to be refused by the resolver; so does every op with a
-core 99.0.0, so that a refusal is always among what is tested. Torch and the other requirements are installed
-once and shared.
+run there, on the CPU, with those of every op's contract (tests/ops) as they were at the op's commit. A pair
+outside the bounds has to be refused by the resolver; so does every op with a core 99.0.0, so that a refusal
+is always among what is tested. Torch and the other requirements are installed once and shared.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from compat_pairs import BEYOND, TREE, Pair, Stage, pairs
+from compat_pairs import BEYOND, CONTRACT, TREE, Pair, Stage, pairs
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from release_build import Built, build_release, build_worktree
 from release_checks import CORE
-from release_record import ReleaseError, packages, read, unpack
+from release_record import Release, ReleaseError, export, export_worktree, has_object, packages, read, unpack
 
 MARKS = "not gpu and not nvcc and not slow"
 TESTING = ("pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "numpy")
@@ -82,9 +82,22 @@ def stages(repo: Path, house: Path, distribution: str) -> Iterator[Stage]:
                 _, origin = build_release(repo, distribution, version, release, Path(scratch, "files"))
                 Path(scratch, "files").rename(folder)
             print(f"built {distribution} {version} from its {origin}", flush=True)
-        yield Stage(distribution, version, _built(folder))
+        yield Stage(distribution, version, _built(folder), _contract(repo, folder, release))
     if distribution in packages(repo):
-        yield Stage(distribution, TREE, _of_tree(repo, house, distribution, TREE))
+        contract = house / f"{distribution}-{TREE}-contract"
+        shutil.rmtree(contract, ignore_errors=True)
+        export_worktree(repo, CONTRACT, contract)
+        built = _of_tree(repo, house, distribution, TREE)
+        yield Stage(distribution, TREE, built, contract if contract.is_dir() else None)
+
+
+def _contract(repo: Path, built: Path, release: Release) -> Path | None:
+    """The tests of every op's contract at a release's commit. None before there were any, and where this
+    clone doesn't hold that commit: they are no part of the release."""
+    folder = built.with_name(f"{built.name}-contract")
+    if not folder.is_dir() and has_object(repo, f"{release.commit}:{CONTRACT}"):
+        export(repo, f"{release.commit}:{CONTRACT}", folder)
+    return folder if folder.is_dir() else None
 
 
 def _of_tree(repo: Path, house: Path, distribution: str, label: str) -> Built:
@@ -159,11 +172,16 @@ def try_pair(pair: Pair, base: Base, scratch: Path, minutes: float, words: list[
     done = run(python, "-m", "pip", "check", cwd=scratch)
     if done.returncode != 0:
         return result(False, "NO INSTALL", done.stdout)
-    source = scratch / "source"
+    # As they lie in the repository.
+    source, unpacked = scratch / "source", scratch / "source" / "packages" / pair.op.distribution
     with tarfile.open(pair.op.built.sdist) as sdist:
         unpack(sdist, source)
-    (unpacked,) = source.iterdir()
+    unpacked.parent.mkdir()
+    next(path for path in source.iterdir() if path != unpacked.parent).rename(unpacked)
     shutil.rmtree(unpacked / "src")  # the installed wheel, or nothing
+    tests: list[str | Path] = ["tests"]
+    if pair.op.contract is not None:
+        tests.append(shutil.copytree(pair.op.contract, source / CONTRACT))
     path = os.pathsep.join([str(python.parent), os.environ.get("PATH", "")])
     command = [python, "-m", "pytest", "-q", "--import-mode=importlib", "-p", "no:cacheprovider", "-m", MARKS]
     try:
@@ -171,7 +189,7 @@ def try_pair(pair: Pair, base: Base, scratch: Path, minutes: float, words: list[
             *command,
             "--timeout=300",
             *words,
-            "tests",
+            *tests,
             cwd=unpacked,
             seconds=60 * minutes,
             PATH=path,

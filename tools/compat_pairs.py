@@ -11,12 +11,15 @@ from release_build import Built, metadata
 from release_checks import CORE, core_bounds
 from release_record import ReleaseError
 
-__all__ = ["BEYOND", "TREE", "Pair", "Stage", "pairs"]
+__all__ = ["BEYOND", "CONTRACT", "TREE", "Pair", "Stage", "pairs"]
 
 TREE = "tree"
 """The label of what lies in the working tree."""
 BEYOND = "99.0.0"
 """A core that doesn't exist yet, and that no op may accept."""
+
+CONTRACT = "tests/ops"
+"""Where the tests of what every op promises lie."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +30,13 @@ class Stage:
         distribution: ``cake-gdn``.
         label: its version, or ``tree``.
         built: its files.
+        contract: a folder with the tests of every op's contract of its commit, where there are any.
     """
 
     distribution: str
     label: str
     built: Built
+    contract: Path | None = None
 
     @property
     def version(self) -> str:

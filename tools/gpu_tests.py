@@ -37,7 +37,7 @@ PACKAGES = sorted(path.parent for path in (ROOT / "packages").glob("*/pyproject.
 # What the packages need at run time and a machine with torch and pytest may lack.
 CARRIED = ["apache-tvm-ffi>=0.1.11,<0.2", "filelock", "packaging", "platformdirs", "rich"]
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in range(39, 16, -1)] + ["manylinux2014_x86_64"]
-TESTS = ["packages", "kernels", "tests/test_fsdp.py", "tests/test_kcp_gpus.py"]
+TESTS = ["packages", "kernels", "tests/ops", "tests/test_fsdp.py", "tests/test_kcp_gpus.py"]
 
 
 def pack(args: argparse.Namespace) -> int:

@@ -41,6 +41,14 @@ def test_it():
 def test_slowly():
     raise AssertionError("not asked for")
 """
+CONTRACT = """\
+from pathlib import Path
+import cake.toy
+
+def test_contract():
+    assert cake.toy.NEEDS == 20
+    assert (Path(__file__).parents[2] / "packages/cake-toy/tests/test_it.py").is_file()
+"""
 
 pytestmark = pytest.mark.slow
 
@@ -107,6 +115,7 @@ def repo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run("release.py", repo, "cut", "cake-core")
     put(repo, "cake-core", "0.2.1", "NUMBER = 21\n")
     put(repo, "cake-toy", "0.2.0", "NEEDS = 20\n", bounds("0.2", "0.3"))
+    write(repo / "tests/ops/test_contract.py", CONTRACT)
     commit(repo)
     return repo
 
@@ -140,7 +149,8 @@ def test_every_pair(repo: Path, folder: Path) -> None:
         (new, "99.0.0"): "refused",
     }
     assert "8 pairs, all as they must be" in text
-    assert "1 passed, 1 deselected" in text
+    assert re.search(r"^cake-toy +0\.1\.0 .* 1 passed, 1 deselected", text, re.MULTILINE)
+    assert re.search(r"^cake-toy +tree .* 2 passed, 1 deselected", text, re.MULTILINE)
     assert "built cake-core 0.2.0 from its commit" in text
 
 
@@ -212,3 +222,17 @@ def test_a_resolver_that_takes_a_pair_outside_the_bounds_is_noticed(
     base = tool.Base(next(folder.glob("base-*")), "pytest", [core, op])
     result = tool.try_pair(tool.Pair(op, core, allowed=False), base, tmp_path, 1.0, [])
     assert (result.ok, result.word) == (False, "NOT REFUSED")
+
+
+def test_a_release_is_tested_by_the_contract_of_its_commit(
+    repo: Path, folder: Path, tool: ModuleType, tmp_path: Path
+) -> None:
+    """The working tree's may ask for what the release didn't promise."""
+    clone = tmp_path / "clone"
+    subprocess.run(["git", "clone", "-q", str(repo), str(clone)], check=True)
+    run("release.py", clone, "cut", "cake-toy")
+    write(clone / "tests/ops/test_contract.py", "def test_contract():\n    assert 0\n")
+    stages = {stage.label: stage for stage in tool.stages(clone, folder / "house", "cake-toy")}
+    assert stages["0.1.0"].contract is None
+    assert (stages["0.2.0"].contract / "test_contract.py").read_text() == CONTRACT
+    assert (stages[tool.TREE].contract / "test_contract.py").read_text() != CONTRACT

@@ -1,12 +1,14 @@
-"""Fixtures of the tests of cake-kda: the device, random calls of the op, and what to compare them with.
+"""What the tests of cake-kda share: the device, random calls of the op, and what to compare them with.
 
 Tests that take `device` run on the CPU, and marked gpu on CUDA: the twins and the kernels pass the same ones.
+The tests of what every op promises, tests/ops of the repository, use the functions here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -33,6 +35,12 @@ LIMITS = {
     "dh0": 4e-3,
 }
 STATES = ("ht", "dh0")
+# What a forward may keep for its backward, beside the inputs.
+TAPES: dict[str, dict[str, Any]] = {
+    "states": {},
+    "inputs": {"recompute_state": True},
+    "all": {"disable_recompute": True},
+}
 KEPT = ("CAKE_CACHE_DIR", "CAKE_CACHE_READONLY_DIRS", "CAKE_NVCC")  # where compiled kernels come from
 # Half the RMS of dg at ordinary gates and loss gradients of unit variance: where a gate is so strong that the
 # true dg is next to nothing, its error is judged against this. A state under total decay is below fp32.
@@ -72,13 +80,7 @@ class Case:
         return replace(self, **{n: change(x) for n, x in values.items() if isinstance(x, torch.Tensor)})
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> torch.device:
-    return torch.device(request.param, 0) if request.param == "cuda" else torch.device(request.param)
-
-
-@pytest.fixture(autouse=True)
-def _unconfigured(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def unconfigured(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No configuration leaks into a test, or out of one, and no plan of another one's calls."""
     monkeypatch.setattr(api, "_calls", Memo())
     for variable in env.VARIABLES:
@@ -89,57 +91,53 @@ def _unconfigured(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     config.reset()
 
 
-@pytest.fixture
-def make(device: torch.device) -> Callable[..., Case]:
-    """Makes a random case on the device; the same arguments give the same values on every device."""
+def make_case(
+    device: torch.device,
+    lengths: Sequence[int] = (100,),
+    heads: tuple[int, int] = (1, 2),
+    *,
+    batch: int | None = None,
+    gate: str | float = "ordinary",
+    beta: str | float = "uniform",
+    keys: str = "random",
+    state: bool = True,
+    beta_dtype: torch.dtype = torch.float32,
+    g_dtype: torch.dtype = torch.float32,
+    l2norm: bool = True,
+    scale: float | None = None,
+    seed: int = 0,
+) -> Case:
+    """A random case on the device; the same arguments give the same values on every device."""
+    random = torch.Generator().manual_seed(seed)
 
-    def make_case(
-        lengths: Sequence[int] = (100,),
-        heads: tuple[int, int] = (1, 2),
-        *,
-        batch: int | None = None,
-        gate: str | float = "ordinary",
-        beta: str | float = "uniform",
-        keys: str = "random",
-        state: bool = True,
-        beta_dtype: torch.dtype = torch.float32,
-        g_dtype: torch.dtype = torch.float32,
-        l2norm: bool = True,
-        scale: float | None = None,
-        seed: int = 0,
-    ) -> Case:
-        random = torch.Generator().manual_seed(seed)
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=random)
 
-        def normal(*shape: int) -> torch.Tensor:
-            return torch.randn(shape, generator=random)
-
-        rows, tokens, n = (1, sum(lengths), len(lengths)) if batch is None else (batch, lengths[0], batch)
-        h, hv = heads
-        q, k = normal(rows, tokens, h, 128), normal(rows, tokens, h, 128)
-        v, do = normal(rows, tokens, hv, 128), normal(rows, tokens, hv, 128)
-        if not l2norm:
-            q, k = q * 128**-0.5, k * 128**-0.5
-        if keys == "repeated":
-            k = k[:, :1].expand_as(k)
-        elif keys == "repeated 8 times":
-            k = k[:, torch.arange(tokens) // 8 * 8]
-        initial, dht = 0.1 * normal(n, hv, 128, 128), 0.02 * normal(n, hv, 128, 128)
-        case = Case(
-            q=q.bfloat16(),
-            k=k.bfloat16(),
-            v=v.bfloat16(),
-            g=_gate(gate, normal(rows, tokens, hv, 128), torch.rand(hv, 1, generator=random)).to(g_dtype),
-            beta=_beta(beta, torch.rand(rows, tokens, hv, generator=random)).to(beta_dtype),
-            initial_state=initial if state else None,
-            do=do.bfloat16(),
-            dht=dht if state else None,
-            boundaries=None if batch else tuple(torch.tensor([0, *lengths]).cumsum(0).tolist()),
-            l2norm=l2norm,
-            scale=scale,
-        )
-        return case.map(lambda x: x.to(device))
-
-    return make_case
+    rows, tokens, n = (1, sum(lengths), len(lengths)) if batch is None else (batch, lengths[0], batch)
+    h, hv = heads
+    q, k = normal(rows, tokens, h, 128), normal(rows, tokens, h, 128)
+    v, do = normal(rows, tokens, hv, 128), normal(rows, tokens, hv, 128)
+    if not l2norm:
+        q, k = q * 128**-0.5, k * 128**-0.5
+    if keys == "repeated":
+        k = k[:, :1].expand_as(k)
+    elif keys == "repeated 8 times":
+        k = k[:, torch.arange(tokens) // 8 * 8]
+    initial, dht = 0.1 * normal(n, hv, 128, 128), 0.02 * normal(n, hv, 128, 128)
+    case = Case(
+        q=q.bfloat16(),
+        k=k.bfloat16(),
+        v=v.bfloat16(),
+        g=_gate(gate, normal(rows, tokens, hv, 128), torch.rand(hv, 1, generator=random)).to(g_dtype),
+        beta=_beta(beta, torch.rand(rows, tokens, hv, generator=random)).to(beta_dtype),
+        initial_state=initial if state else None,
+        do=do.bfloat16(),
+        dht=dht if state else None,
+        boundaries=None if batch else tuple(torch.tensor([0, *lengths]).cumsum(0).tolist()),
+        l2norm=l2norm,
+        scale=scale,
+    )
+    return case.map(lambda x: x.to(device))
 
 
 def _gate(kind: str | float, noise: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
@@ -167,95 +165,108 @@ def _beta(kind: str | float, uniform: torch.Tensor) -> torch.Tensor:
     return torch.full_like(uniform, float(kind))
 
 
+def run_case(case: Case, *, final: bool | None = None, **arguments: Any) -> dict[str, torch.Tensor]:
+    """Runs the op on a case, forward and backward, and returns results and gradients by name."""
+    inputs = {name: x.detach().requires_grad_() for name, x in case.tensors().items()}
+    final = case.dht is not None if final is None else final
+    if case.boundaries is not None and "cu_seqlens" not in arguments:
+        arguments.setdefault("cu_seqlens_cpu", case.boundaries)
+    o, ht = chunk_kda(
+        **inputs,
+        scale=case.scale,
+        output_final_state=final,
+        use_qk_l2norm_in_kernel=case.l2norm,
+        **arguments,
+    )
+    outputs = [(x, grad) for x, grad in ((o, case.do), (ht, case.dht)) if grad is not None and x is not None]
+    gradients = torch.autograd.grad(
+        [x for x, _ in outputs], list(inputs.values()), [grad for _, grad in outputs]
+    )
+    results = {"o": o.detach()} | ({} if ht is None else {"ht": ht.detach()})
+    names = {"initial_state": "dh0"}
+    return results | {names.get(name, f"d{name}"): x for name, x in zip(inputs, gradients, strict=True)}
+
+
+def true_results(case: Case) -> dict[str, torch.Tensor]:
+    """What `run_case` should return, from the FP64 recurrence."""
+    inputs = (case.q, case.k, case.v, case.g, case.beta)
+    how: dict[str, Any] = {
+        "scale": case.scale,
+        "initial_state": case.initial_state,
+        "use_qk_l2norm": case.l2norm,
+        "boundaries": case.boundaries,
+    }
+    o, ht = reference.forward(*inputs, **how)
+    gradients = reference.backward(*inputs, case.do, case.dht, **how)
+    results = {"o": o, "ht": ht} | {f.name: getattr(gradients, f.name) for f in fields(gradients)}
+    if case.initial_state is None:
+        del results["dh0"]
+    return results
+
+
+def check_accuracy(
+    case: Case,
+    got: dict[str, torch.Tensor],
+    slack: float | dict[str, float] = 1.0,
+    least_dg: float = ORDINARY_DG,
+) -> None:
+    """Compares results of `run_case` with the truth: whole tensors, sequences and 64-token blocks."""
+    expected = {name: x for name, x in true_results(case).items() if name in got}
+    least = {"dg": least_dg, "ht": LEAST_STATE, "dh0": LEAST_STATE}
+    report = error_report(
+        got,
+        expected,
+        boundaries=case.boundaries,
+        per_sequence=[name for name in STATES if name in got],
+        least_rms={name: x for name, x in least.items() if name in got},
+        block_floor=BLOCK_FLOOR,
+    )
+    factors = slack if isinstance(slack, dict) else dict.fromkeys(got, slack)
+    limits = {name: LIMITS[name] * factors.get(name, 1.0) for name in got}
+    # A call of few tokens is no more than one block, and held to a block's limit.
+    few = case.q.shape[0] * case.q.shape[1] < 64
+    assert_within(
+        report, {name: Limit(2 * x, 2 * x, 2 * x) if few else Limit(x) for name, x in limits.items()}
+    )
+
+
+def check_bits(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Compares two results of `run_case` bit by bit."""
+    assert got.keys() == expected.keys()
+    for name, x in expected.items():
+        assert_bitwise_equal(name, got[name], x)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    return torch.device(request.param, 0) if request.param == "cuda" else torch.device(request.param)
+
+
+@pytest.fixture(autouse=True)
+def _unconfigured(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    yield from unconfigured(monkeypatch)
+
+
+@pytest.fixture
+def make(device: torch.device) -> Callable[..., Case]:
+    return partial(make_case, device)
+
+
 @pytest.fixture
 def call() -> Callable[..., dict[str, torch.Tensor]]:
-    """Runs the op on a case, forward and backward, and returns results and gradients by name."""
-
-    def run(case: Case, *, final: bool | None = None, **arguments: Any) -> dict[str, torch.Tensor]:
-        inputs = {name: x.detach().requires_grad_() for name, x in case.tensors().items()}
-        final = case.dht is not None if final is None else final
-        if case.boundaries is not None and "cu_seqlens" not in arguments:
-            arguments.setdefault("cu_seqlens_cpu", case.boundaries)
-        o, ht = chunk_kda(
-            **inputs,
-            scale=case.scale,
-            output_final_state=final,
-            use_qk_l2norm_in_kernel=case.l2norm,
-            **arguments,
-        )
-        outputs = [
-            (x, grad) for x, grad in ((o, case.do), (ht, case.dht)) if grad is not None and x is not None
-        ]
-        gradients = torch.autograd.grad(
-            [x for x, _ in outputs], list(inputs.values()), [grad for _, grad in outputs]
-        )
-        results = {"o": o.detach()} | ({} if ht is None else {"ht": ht.detach()})
-        names = {"initial_state": "dh0"}
-        return results | {names.get(name, f"d{name}"): x for name, x in zip(inputs, gradients, strict=True)}
-
-    return run
+    return run_case
 
 
 @pytest.fixture
 def truth() -> Callable[[Case], dict[str, torch.Tensor]]:
-    """What `call` should return, from the FP64 recurrence."""
-
-    def run(case: Case) -> dict[str, torch.Tensor]:
-        inputs = (case.q, case.k, case.v, case.g, case.beta)
-        how: dict[str, Any] = {
-            "scale": case.scale,
-            "initial_state": case.initial_state,
-            "use_qk_l2norm": case.l2norm,
-            "boundaries": case.boundaries,
-        }
-        o, ht = reference.forward(*inputs, **how)
-        gradients = reference.backward(*inputs, case.do, case.dht, **how)
-        results = {"o": o, "ht": ht} | {f.name: getattr(gradients, f.name) for f in fields(gradients)}
-        if case.initial_state is None:
-            del results["dh0"]
-        return results
-
-    return run
+    return true_results
 
 
 @pytest.fixture
-def assert_accurate(truth: Callable[[Case], dict[str, torch.Tensor]]) -> Callable[..., None]:
-    """Compares results of `call` with the truth: whole tensors, sequences and 64-token blocks."""
-
-    def check(
-        case: Case,
-        got: dict[str, torch.Tensor],
-        slack: float | dict[str, float] = 1.0,
-        least_dg: float = ORDINARY_DG,
-    ) -> None:
-        expected = {name: x for name, x in truth(case).items() if name in got}
-        least = {"dg": least_dg, "ht": LEAST_STATE, "dh0": LEAST_STATE}
-        report = error_report(
-            got,
-            expected,
-            boundaries=case.boundaries,
-            per_sequence=[name for name in STATES if name in got],
-            least_rms={name: x for name, x in least.items() if name in got},
-            block_floor=BLOCK_FLOOR,
-        )
-        factors = slack if isinstance(slack, dict) else dict.fromkeys(got, slack)
-        limits = {name: LIMITS[name] * factors.get(name, 1.0) for name in got}
-        # A call of few tokens is no more than one block, and held to a block's limit.
-        few = case.q.shape[0] * case.q.shape[1] < 64
-        assert_within(
-            report, {name: Limit(2 * x, 2 * x, 2 * x) if few else Limit(x) for name, x in limits.items()}
-        )
-
-    return check
+def assert_accurate() -> Callable[..., None]:
+    return check_accuracy
 
 
 @pytest.fixture
 def assert_same_bits() -> Callable[[dict[str, torch.Tensor], dict[str, torch.Tensor]], None]:
-    """Compares two results of `call` bit by bit."""
-
-    def check(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-        assert got.keys() == expected.keys()
-        for name, x in expected.items():
-            assert_bitwise_equal(name, got[name], x)
-
-    return check
+    return check_bits

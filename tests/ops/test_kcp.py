@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from importlib import import_module
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -10,13 +11,10 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from cake.core import cp
-from cake.core.cp import _exchange
+from cake.core import cp, entry, op_spec
+from cake.core.cp import _exchange, _joint, build_kcp_context
 from cake.core.testing import Limit, Ranks, assert_bitwise_equal, assert_within, error_report
-from cake.kda import build_kcp_context, chunk_kda, kcp_chunk_kda, last_route
 
-LIMITS = {"o": 5e-3, "dq": 6e-3, "dk": 6e-3, "dv": 6e-3, "dg": 6e-3, "dbeta": 6e-3}
-ORDINARY_DG = 1.5e-3
 WORLDS = (1, 2, 3, 4)
 #: Every number of tokens here divides by the ranks of each world, twice over.
 PACKS = {
@@ -27,16 +25,35 @@ PACKS = {
 }
 
 
-def part(group, tensors, bounds, how, options):
-    """One rank's forward and backward: results of its tokens, in local order."""
-    context = build_kcp_context(bounds, group, **how)
+class Calls:
+    """What a rank calls: it knows its op by name."""
+
+    def __init__(self, name):
+        names = sorted(op_spec(name).entry_points)
+        self.chunk, self.kcp_chunk = (entry(name, entry_point) for entry_point in names)
+        self.package = import_module(f"cake.{name}")
+        self.torch = import_module(f"cake.{name}._torch")
+
+
+def part(group, name, tensors, bounds, how, options):
+    """One rank's forward and backward: results of its tokens, in local order.
+
+    The option `joint` has the stages walk all sequences at once, as kernels do; "cut": every chunk by itself.
+    """
+    options = dict(options)
+    joint = options.pop("joint", False)
+    op, context = Calls(name), build_kcp_context(bounds, group, **how)
     inputs = {name: context.shard(x).detach().requires_grad_() for name, x in tensors.items() if name != "do"}
-    o, none = kcp_chunk_kda(**inputs, cp_context=context, use_qk_l2norm_in_kernel=True, **options)
-    assert none is None
-    gradients = torch.autograd.grad(o, list(inputs.values()), context.shard(tensors["do"]))
+    with pytest.MonkeyPatch().context() as change:
+        change.setattr(op.torch, "SELECTIONS", not joint)
+        if joint == "cut":
+            change.setattr(_joint, "MOST_CHUNKS", 1)
+        o, none = op.kcp_chunk(**inputs, cp_context=context, use_qk_l2norm_in_kernel=True, **options)
+        assert none is None
+        gradients = torch.autograd.grad(o, list(inputs.values()), context.shard(tensors["do"]))
     names = ["o", *(f"d{name}" for name in inputs)]
     results = dict(zip(names, (o.detach(), *gradients), strict=True))
-    return results, context.fragments, context.boundaries, str(last_route())
+    return results, context.fragments, context.boundaries, str(op.package.last_route())
 
 
 def gather(parts, total):
@@ -53,9 +70,18 @@ def gather(parts, total):
 
 
 @pytest.fixture(scope="module")
-def ranks():
-    with Ranks(4) as pool:
-        yield pool
+def pool():
+    with Ranks(4) as ranks:
+        yield ranks
+
+
+@pytest.fixture
+def ranks(pool, op):
+    """The pool, with the op's name before the arguments of what it runs."""
+    return SimpleNamespace(
+        run=lambda function, *arguments, **how: pool.run(function, op.name, *arguments, **how),
+        values=lambda function, *arguments, **how: pool.values(function, op.name, *arguments, **how),
+    )
 
 
 @pytest.fixture
@@ -74,7 +100,7 @@ def tensors(make):
 
 
 @pytest.fixture
-def assert_accurate(truth):
+def assert_accurate(op, truth):
     """Every rank's fragments and every head by itself against the recurrence over the whole pack."""
 
     def check(case, parts, slack=1.0):
@@ -87,12 +113,12 @@ def assert_accurate(truth):
                 {name: x[:, :, heads[name]] for name, x in got.items()},
                 {name: x[:, :, heads[name]] for name, x in expected.items()},
                 boundaries=edges,
-                least_rms={"dg": ORDINARY_DG},
+                least_rms={"dg": op.own.ORDINARY_DG},
                 block_floor=1.0,
             )
             # Under slow decay dg of a few tokens of one head is nearly one sum, and all its error is alike.
             parts_of = {name: 4.0 if name == "dg" else 2.0 for name in got}
-            limits = {name: slack * LIMITS[name] for name in got}
+            limits = {name: slack * op.own.LIMITS[name] for name in got}
             assert_within(
                 report, {name: Limit(1.5 * x, parts_of[name] * x, 4 * x) for name, x in limits.items()}
             )
@@ -104,7 +130,7 @@ class TestAccuracy:
     @pytest.mark.parametrize("pack", PACKS)
     @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
     def test_worlds_and_layouts(self, ranks, tensors, assert_accurate, layout, pack):
-        for world, heads in zip(WORLDS, [(1, 1), (1, 2), (2, 2), (1, 3)], strict=True):
+        for world, heads in zip(WORLDS, [(1, 1), (2, 4), (1, 5), (4, 4)], strict=True):
             case, given = tensors(PACKS[pack], heads=heads, gate="ordinary" if world == 2 else -0.01)
             assert_accurate(case, ranks.values(part, given, PACKS[pack], {"layout": layout}, {}, world=world))
 
@@ -125,33 +151,47 @@ class TestAccuracy:
         case, given = tensors(bounds, heads=(2, 2), gate=-0.02)
         assert_accurate(case, ranks.values(part, given, bounds, {"fragments": fragments}, {}, world=world))
 
-    def test_a_rank_without_tokens(self, ranks, tensors, assert_accurate):
+    @pytest.mark.parametrize("pack", ["one document", "short ones"])
+    @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+    def test_all_sequences_at_once(self, ranks, tensors, assert_accurate, layout, pack):
+        bounds = PACKS[pack]
+        for world, heads in zip(WORLDS[1:], [(1, 1), (2, 4), (2, 2)], strict=True):
+            case, given = tensors(bounds, heads=heads, gate="ordinary" if world == 2 else -0.01)
+            how = {"layout": layout}
+            for options in ({"joint": True, "recompute_state": True}, {"joint": "cut"}):
+                parts = ranks.values(part, given, bounds, how, options, world=world)
+                assert_accurate(case, parts)
+
+    @pytest.mark.parametrize("joint", [False, True])
+    def test_a_rank_without_tokens(self, ranks, tensors, assert_accurate, joint):
         bounds = (0, 10, 200)
         case, given = tensors(bounds)
         how = {"fragments": [[(0, 90)], [], [(90, 200)]]}
-        parts = ranks.values(part, given, bounds, how, {}, world=3)
+        parts = ranks.values(part, given, bounds, how, {"joint": joint}, world=3)
         assert parts[1][0]["dq"].shape == (1, 0, 1, 128)
         assert_accurate(case, parts)
 
-    @pytest.mark.parametrize("gate", [0.0, "slow", "mixed"], ids=str)
+    @pytest.mark.parametrize("gate", [0.0, "slow", "model", "mixed"], ids=str)
     def test_gates(self, ranks, tensors, assert_accurate, gate):
         # Without decay nothing that entered is ever forgotten: every rank's map counts in full.
-        bounds = (0, 512)
-        case, given = tensors(bounds, heads=(1, 1), gate=gate)
+        bounds = (0, 1024)
+        case, given = tensors(bounds, heads=(1, 2), gate=gate, beta="half ones")
         parts = ranks.values(part, given, bounds, {}, {})
-        assert_accurate(case, parts, 1.0 if gate == "mixed" else 1.6)
+        assert_accurate(case, parts, 1.0 if gate in ("model", "mixed") else 1.6)
 
-    def test_gates_in_the_call(self, ranks, tensors, device):
+    def test_gates_in_the_call(self, op, ranks, tensors):
         """The gates' parameters get every rank's share of their gradients."""
         bounds = (0, 100, 240)
         case, given = tensors(bounds)
         random_values = torch.Generator().manual_seed(1)
-        a_log, dt_bias = (torch.randn(n, generator=random_values) for n in (2, 2 * 128))
+        a_log, dt_bias = (
+            torch.randn(shape, generator=random_values) for shape in (2, (2, *case.g.shape[3:]))
+        )
         given["g"] = torch.randn(case.g.shape, generator=random_values)
         shares = ranks.values(gated, given, a_log, dt_bias, bounds, world=3)
         inputs = [x.clone().requires_grad_() for x in (a_log, dt_bias)]
         full = {name: x for name, x in given.items() if name != "do"}
-        o, _ = chunk_kda(
+        o, _ = op.chunk(
             **full,
             use_qk_l2norm_in_kernel=True,
             use_gate_in_kernel=True,
@@ -165,19 +205,19 @@ class TestAccuracy:
             assert torch.allclose(total, exact, rtol=2e-2, atol=2e-2 * float(exact.abs().max()))
 
     @pytest.mark.slow
-    def test_eight_ranks(self, tensors, assert_accurate):
+    def test_eight_ranks(self, op, tensors, assert_accurate):
         bounds = (0, 160, 160, 640)
-        case, given = tensors(bounds, heads=(1, 2), gate=-0.02)
+        case, given = tensors(bounds, heads=(2, 4), gate=-0.02)
         with Ranks(8) as pool:
             for layout in ("contiguous", "zigzag", "zigzag_per_document"):
-                assert_accurate(case, pool.values(part, given, bounds, {"layout": layout}, {}))
+                assert_accurate(case, pool.values(part, op.name, given, bounds, {"layout": layout}, {}))
 
 
-def gated(group, tensors, a_log, dt_bias, bounds):
+def gated(group, name, tensors, a_log, dt_bias, bounds):
     context = build_kcp_context(bounds, group)
     inputs = {name: context.shard(x) for name, x in tensors.items() if name != "do"}
     parameters = [x.clone().requires_grad_() for x in (a_log, dt_bias)]
-    o, _ = chunk_kda(
+    o, _ = Calls(name).chunk(
         **inputs,
         use_qk_l2norm_in_kernel=True,
         use_gate_in_kernel=True,
@@ -191,24 +231,24 @@ def gated(group, tensors, a_log, dt_bias, bounds):
 
 class TestBits:
     @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-    def test_run_to_run_saved_or_recomputed(self, ranks, tensors, layout):
+    def test_run_to_run_whatever_is_kept(self, op, ranks, tensors, layout):
         bounds = PACKS["long and short"]
         _, given = tensors(bounds, heads=(2, 4))
         runs = [
-            ranks.values(part, given, bounds, {"layout": layout}, how, world=3)
-            for how in ({}, {}, {"recompute_state": True}, {"disable_recompute": True})
+            ranks.values(part, given, bounds, {"layout": layout}, tape, world=3)
+            for tape in ({}, *op.own.TAPES.values())
         ]
         for again in runs[1:]:
             for (a, *_), (b, *_) in zip(again, runs[0], strict=True):
                 for name, x in b.items():
                     assert_bitwise_equal(name, a[name], x)
 
-    def test_whole_documents_have_the_bits_of_a_single_rank(self, ranks, tensors):
+    def test_whole_documents_have_the_bits_of_a_single_rank(self, op, ranks, tensors):
         bounds = (0, 50, 130, 190, 240)
         case, given = tensors(bounds, heads=(2, 4))
         got = gather(ranks.values(part, given, bounds, {}, {}, world=2), 240)
         inputs = {name: x.clone().requires_grad_() for name, x in given.items() if name != "do"}
-        o, _ = chunk_kda(**inputs, use_qk_l2norm_in_kernel=True, cu_seqlens_cpu=bounds)
+        o, _ = op.chunk(**inputs, use_qk_l2norm_in_kernel=True, cu_seqlens_cpu=bounds)
         gradients = torch.autograd.grad(o, list(inputs.values()), case.do)
         expected = {"o": o, **{f"d{name}": x for name, x in zip(inputs, gradients, strict=True)}}
         for name, x in expected.items():
@@ -224,11 +264,11 @@ class TestBits:
             assert_bitwise_equal("o", o, results["o"])
 
 
-def forward_alone(group, tensors, bounds):
+def forward_alone(group, name, tensors, bounds):
     context = build_kcp_context(bounds, group)
     inputs = {name: context.shard(x).requires_grad_() for name, x in tensors.items() if name != "do"}
     with torch.no_grad():
-        return kcp_chunk_kda(**inputs, cp_context=context, use_qk_l2norm_in_kernel=True)[0]
+        return Calls(name).kcp_chunk(**inputs, cp_context=context, use_qk_l2norm_in_kernel=True)[0]
 
 
 class TestExchanges:
@@ -252,6 +292,17 @@ class TestExchanges:
             )
             assert "scan" in events[start:wait]
             assert {"adj", "out"} <= set(events[back:back_wait])
+
+    def test_a_rank_that_receives_nothing_walks_meanwhile(self, ranks, tensors):
+        """Stages that walk all at once: nothing enters the first rank's pieces, or leaves the last one's."""
+        _, given = tensors((0, 100, 240))
+        first, last = ranks.values(recorded, given, (0, 100, 240), {}, {"joint": True}, world=2)
+        for events, forward, backward in ((first, True, False), (last, False, True)):
+            (start, back), (wait, back_wait) = (
+                [i for i, e in enumerate(events) if e == kind] for kind in ("start", "wait")
+            )
+            assert ("scan" in events[start:wait]) == forward
+            assert ({"adj", "out"} <= set(events[back:back_wait])) == backward
 
     @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
     def test_checkpoints_replay_them(self, ranks, tensors, reentrant):
@@ -286,6 +337,15 @@ class TestExchanges:
                 for name, x in got[i].items():
                     assert_bitwise_equal(name, x, expected[name])
 
+    def test_a_rank_that_never_comes_or_dies_ends_the_others(self, op, tensors):
+        _, given = tensors((0, 240))
+        with Ranks(3, subgroup_timeout=5) as pool:
+            outcomes = pool.run(absent, op.name, given, (0, 240), 1, world=2)
+            assert (outcomes[0].error, outcomes[1].value) == ("RuntimeError", "absent")
+            outcomes = pool.run(killed, op.name, given, (0, 240), 1)
+        assert outcomes[1].gone
+        assert [(outcome.error, outcome.gone) for outcome in outcomes[::2]] == [("RuntimeError", False)] * 2
+
 
 class _Recorder:
     """Notes exchanges and stages in the order in which they begin."""
@@ -298,28 +358,38 @@ class _Recorder:
         return getattr(self._stages, name)
 
 
-def recorded(group, tensors, bounds, how):
-    from cake.kda import _kcp
-
+def recorded(group, name, tensors, bounds, how, options=None):
+    _kcp = import_module(f"cake.{name}._kcp")
     events, patch = [], pytest.MonkeyPatch()
     original = _kcp._stages.stages
     with patch.context() as change:
-        for name in ("start", "wait"):
-            keep = getattr(_exchange.Exchange, name)
+        for kind in ("start", "wait"):
+            keep = getattr(_exchange.Exchange, kind)
 
-            def note(self, keep=keep, name=name):
-                events.append(name)
+            def note(self, keep=keep, kind=kind):
+                if kind == "start" or events.count("wait") < events.count("start"):
+                    events.append(kind)  # the first wait is the one that waits
                 return keep(self)
 
-            change.setattr(_exchange.Exchange, name, note)
-        change.setattr(_kcp._stages, "stages", lambda backend: _Recorder(original(backend), events))
-        part(group, tensors, bounds, how, {})
+            change.setattr(_exchange.Exchange, kind, note)
+        if options is None:
+            change.setattr(_kcp._stages, "stages", lambda backend: _Recorder(original(backend), events))
+        else:
+            for stage in ("scan", "adj", "out"):
+                keep = getattr(_joint.StageWalks, stage)
+
+                def walk(self, *arguments, keep=keep, stage=stage, **more):
+                    events.append(stage)
+                    return keep(self, *arguments, **more)
+
+                change.setattr(_joint.StageWalks, stage, walk)
+        part(group, name, tensors, bounds, how, options or {})
     return events
 
 
-def checkpointed(group, tensors, bounds, reentrant, who):
+def checkpointed(group, name, tensors, bounds, reentrant, who):
     """A call inside a checkpoint on the ranks `who`, and how many exchanges it took."""
-    context = build_kcp_context(bounds, group)
+    op, context = Calls(name), build_kcp_context(bounds, group)
     inputs = {name: context.shard(x).detach().requires_grad_() for name, x in tensors.items() if name != "do"}
     starts = []
     keep = _exchange.Exchange.start
@@ -330,7 +400,7 @@ def checkpointed(group, tensors, bounds, reentrant, who):
 
     def layer(*values):
         arguments = dict(zip(inputs, values, strict=True))
-        return kcp_chunk_kda(**arguments, cp_context=context, use_qk_l2norm_in_kernel=True)[0]
+        return op.kcp_chunk(**arguments, cp_context=context, use_qk_l2norm_in_kernel=True)[0]
 
     with pytest.MonkeyPatch().context() as change:
         change.setattr(_exchange.Exchange, "start", start)
@@ -342,7 +412,7 @@ def checkpointed(group, tensors, bounds, reentrant, who):
     return {"o": o.detach()} | {f"d{name}": x.grad for name, x in inputs.items()}, len(starts)
 
 
-def interleaved(group, tensors, packs, order):
+def interleaved(group, name, tensors, packs, order):
     """Both forwards, then both backwards in the given order."""
     calls = []
     for given, bounds in zip(tensors, packs, strict=True):
@@ -350,7 +420,7 @@ def interleaved(group, tensors, packs, order):
         inputs = {
             name: context.shard(x).detach().requires_grad_() for name, x in given.items() if name != "do"
         }
-        o, _ = kcp_chunk_kda(**inputs, cp_context=context, use_qk_l2norm_in_kernel=True)
+        o, _ = Calls(name).kcp_chunk(**inputs, cp_context=context, use_qk_l2norm_in_kernel=True)
         calls.append((inputs, o, context.shard(given["do"])))
     results = {}
     for i in order:
@@ -360,15 +430,39 @@ def interleaved(group, tensors, packs, order):
     return results
 
 
+def killed(group, name, tensors, bounds, rank):
+    """Rank `rank` dies between its forward and its backward."""
+    import os
+    import signal
+
+    context = build_kcp_context(bounds, group)
+    inputs = {name: context.shard(x).detach().requires_grad_() for name, x in tensors.items() if name != "do"}
+    o, _ = Calls(name).kcp_chunk(**inputs, cp_context=context, use_qk_l2norm_in_kernel=True)
+    if context.rank == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    torch.autograd.grad(o, list(inputs.values()), context.shard(tensors["do"]))
+
+
+def absent(group, name, tensors, bounds, rank):
+    """Rank `rank` doesn't make the call; the others wait as long as their group lets them."""
+    import time
+
+    if build_kcp_context(bounds, group).rank == rank:
+        time.sleep(10)
+        return "absent"
+    return part(group, name, tensors, bounds, {}, {})
+
+
 class TestFla:
     """flash-linear-attention's contexts: its partition and its exchange around the op's own stages."""
 
     @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-    @pytest.mark.parametrize("pack", ["short ones"])
+    @pytest.mark.parametrize("pack", ["one document", "short ones"])
     def test_accuracy(self, ranks, tensors, assert_accurate, layout, pack):
         for world in (1, 2, 3, 4):
             case, given = tensors(PACKS[pack], heads=(1, 2), gate=-0.01)
-            parts = ranks.values(under_fla, given, PACKS[pack], layout, False, world=world)
+            joint = world == 3
+            parts = ranks.values(under_fla, given, PACKS[pack], layout, False, joint, world=world)
             assert_accurate(case, parts)
             assert {route for *_, route in parts} == {
                 "flash-linear-attention's context parallelism, det, torch, states saved"
@@ -412,8 +506,8 @@ def fla_context(bounds, group, layout):
     return kind(**common, front_num_seqs=counts[0], part_len=share, **edges)
 
 
-def under_fla(group, tensors, bounds, layout, theirs):
-    ours = build_kcp_context(bounds, group, layout=layout)
+def under_fla(group, name, tensors, bounds, layout, theirs, joint=False):
+    op, ours = Calls(name), build_kcp_context(bounds, group, layout=layout)
     if theirs:
         from fla.ops.cp import build_cp_context
 
@@ -424,14 +518,16 @@ def under_fla(group, tensors, bounds, layout, theirs):
     else:
         context = fla_context(bounds, group, layout)
     inputs = {name: ours.shard(x).detach().requires_grad_() for name, x in tensors.items() if name != "do"}
-    o, _ = chunk_kda(**inputs, cp_context=context, use_qk_l2norm_in_kernel=True, variant="fast")
-    route = str(last_route())
-    gradients = torch.autograd.grad(o, list(inputs.values()), ours.shard(tensors["do"]))
+    with pytest.MonkeyPatch().context() as change:
+        change.setattr(op.torch, "SELECTIONS", not joint)
+        o, _ = op.chunk(**inputs, cp_context=context, use_qk_l2norm_in_kernel=True, variant="fast")
+        route = str(op.package.last_route())
+        gradients = torch.autograd.grad(o, list(inputs.values()), ours.shard(tensors["do"]))
     results = {"o": o.detach()} | {f"d{name}": x for name, x in zip(inputs, gradients, strict=True)}
     return results, ours.fragments, ours.boundaries, route
 
 
-def fla_exchanges(group, tensors, bounds):
+def fla_exchanges(group, name, tensors, bounds):
     starts = []
     keep = _exchange.Exchange.start
 
@@ -441,7 +537,7 @@ def fla_exchanges(group, tensors, bounds):
 
     with pytest.MonkeyPatch().context() as change:
         change.setattr(_exchange.Exchange, "start", start)
-        under_fla(group, tensors, bounds, "contiguous", False)
+        under_fla(group, name, tensors, bounds, "contiguous", False)
     return len(starts)
 
 
@@ -457,12 +553,12 @@ def test_a_compiled_region_breaks_at_the_call(ranks, tensors):
             assert_bitwise_equal(name, x, expected[name])
 
 
-def compiled(group, tensors, bounds):
-    context = build_kcp_context(bounds, group)
+def compiled(group, name, tensors, bounds):
+    op, context = Calls(name), build_kcp_context(bounds, group)
     inputs = {name: context.shard(x).detach().requires_grad_() for name, x in tensors.items() if name != "do"}
 
     def layer(q, k, v, g, beta):
-        o, _ = chunk_kda(q, k, v, g, beta, cp_context=context, use_qk_l2norm_in_kernel=True)
+        o, _ = op.chunk(q, k, v, g, beta, cp_context=context, use_qk_l2norm_in_kernel=True)
         return 1 * o
 
     o = torch.compile(layer, backend="aot_eager")(*inputs.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 from cake.core import split_projection
 from cake.core.testing import assert_bitwise_equal, permuted_view
-from cake.kda import chunk_kda
 
 NAMES = ("q", "k", "v")
 
@@ -27,10 +27,14 @@ def projected(
     return leaf, dict(zip(parts, views, strict=True))
 
 
-def run(case: Any, given: dict[str, torch.Tensor], **arguments: Any) -> torch.Tensor:
-    inputs = {name: x for name, x in case.tensors().items() if name != "initial_state"} | given
-    o, _ = chunk_kda(**inputs, use_qk_l2norm_in_kernel=True, cu_seqlens_cpu=case.boundaries, **arguments)
-    return o
+@pytest.fixture
+def run(op: Any) -> Callable[..., torch.Tensor]:
+    def chunk(case: Any, given: dict[str, torch.Tensor], **arguments: Any) -> torch.Tensor:
+        inputs = {name: x for name, x in case.tensors().items() if name != "initial_state"} | given
+        o, _ = op.chunk(**inputs, use_qk_l2norm_in_kernel=True, cu_seqlens_cpu=case.boundaries, **arguments)
+        return o
+
+    return chunk
 
 
 def expected_of(call: Any, case: Any, *names: str) -> torch.Tensor:
@@ -41,7 +45,9 @@ def expected_of(call: Any, case: Any, *names: str) -> torch.Tensor:
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2)], ids=["batch first", "tokens first"])
 @pytest.mark.parametrize("batch", [None, 2], ids=["pack", "batch"])
 @pytest.mark.parametrize("heads", [(2, 4), (2, 2)], ids=["grouped", "repeated"])
-def test_one_buffer(make: Any, call: Any, heads: tuple[int, int], batch: int | None, order: Any) -> None:
+def test_one_buffer(
+    make: Any, call: Any, heads: tuple[int, int], batch: int | None, order: Any, run: Any
+) -> None:
     case = make((70, 65) if batch is None else (70,), heads, batch=batch, state=False)
     leaf, views = projected(case, order=order)
     seen = {}
@@ -55,7 +61,7 @@ def test_one_buffer(make: Any, call: Any, heads: tuple[int, int], batch: int | N
 
 
 @pytest.mark.parametrize("how", ["recomputed", "cut", "checkpoint", "offloaded", "by device boundaries"])
-def test_however_it_runs(make: Any, call: Any, device: torch.device, how: str) -> None:
+def test_however_it_runs(make: Any, call: Any, device: torch.device, how: str, run: Any) -> None:
     case = make((150, 65), (2, 4), state=False)
     arguments: dict[str, Any] = {}
     if how == "recomputed":
@@ -84,7 +90,7 @@ def test_however_it_runs(make: Any, call: Any, device: torch.device, how: str) -
     assert seen == [leaf.grad.data_ptr() + views["v"].data_ptr() - leaf.data_ptr()]
 
 
-def test_gates_and_betas_of_the_same_projection(make: Any, call: Any) -> None:
+def test_gates_and_betas_of_the_same_projection(make: Any, call: Any, run: Any) -> None:
     case = make((70, 65), (2, 8), state=False, beta_dtype=torch.bfloat16, g_dtype=torch.bfloat16)
     leaf, views = projected(case, "g", "beta")
     seen = {}
@@ -97,7 +103,7 @@ def test_gates_and_betas_of_the_same_projection(make: Any, call: Any) -> None:
 
 
 @pytest.mark.parametrize("order", [(0, 2, 1, 3), (1, 0, 2, 3)], ids=["heads first", "tokens first"])
-def test_other_orders_of_axes(make: Any, call: Any, order: tuple[int, ...]) -> None:
+def test_other_orders_of_axes(make: Any, call: Any, order: tuple[int, ...], run: Any) -> None:
     """The gradient of a leaf that fills its memory lies as the leaf does: autograd keeps it as it is."""
     case = make((70,), (2, 4), batch=2, state=False)
     expected = call(case)
@@ -112,7 +118,7 @@ def test_other_orders_of_axes(make: Any, call: Any, order: tuple[int, ...]) -> N
         assert x.grad.data_ptr() == seen[name]
 
 
-def test_q_and_k_of_one_part(make: Any, call: Any) -> None:
+def test_q_and_k_of_one_part(make: Any, call: Any, run: Any) -> None:
     case = make((70, 65), (2, 4), state=False)
     case = case.replace(k=case.q)
     leaf, views = projected(case)
@@ -122,14 +128,14 @@ def test_q_and_k_of_one_part(make: Any, call: Any) -> None:
     assert_bitwise_equal("the gradient", leaf.grad, torch.cat([x.flatten(2) for x in expected], -1))
 
 
-def test_without_tokens(make: Any) -> None:
+def test_without_tokens(make: Any, run: Any) -> None:
     case = make((0,), (2, 4), state=False)
     leaf, views = projected(case)
     run(case, views).backward(case.do)
     assert leaf.grad.shape == leaf.shape
 
 
-def test_wanted_in_part(make: Any, call: Any) -> None:
+def test_wanted_in_part(make: Any, call: Any, run: Any) -> None:
     case = make((70, 65), (2, 4), state=False)
     leaf, views = projected(case)
     views["k"] = views["k"].detach()
@@ -139,7 +145,7 @@ def test_wanted_in_part(make: Any, call: Any) -> None:
     assert_bitwise_equal("the gradient", leaf.grad, torch.cat([x.flatten(2) for x in expected], -1))
 
 
-def test_compiled(make: Any, call: Any) -> None:
+def test_compiled(make: Any, call: Any, run: Any) -> None:
     """The op's results share no memory there: the compiler's own split has the gradient."""
     case = make((70, 65), (2, 4), state=False)
     parts = [x.shape[2:] for x in (case.q, case.k, case.v)]
@@ -155,7 +161,7 @@ def test_compiled(make: Any, call: Any) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", [torch.device("cuda", 0)], ids=["cuda"])
-def test_no_more_memory_than_with_torchs_split(make: Any) -> None:
+def test_no_more_memory_than_with_torchs_split(make: Any, run: Any) -> None:
     case = make((3000, 2000), (2, 4), state=False)
     leaf, views = projected(case)
     parts = [x.shape[2:] for x in views.values()]
@@ -183,7 +189,7 @@ def test_no_more_memory_than_with_torchs_split(make: Any) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", [torch.device("cuda", 0)], ids=["cuda"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32 gates", "bf16 gates"])
-def test_no_kernels_but_ours(make: Any, dtype: torch.dtype) -> None:
+def test_no_kernels_but_ours(make: Any, dtype: torch.dtype, run: Any) -> None:
     """Of a step from the projection to its gradient."""
     case = make((300, 200), (2, 4), state=False, beta_dtype=dtype, g_dtype=dtype)
     leaf, _ = projected(case)
@@ -191,8 +197,8 @@ def test_no_kernels_but_ours(make: Any, dtype: torch.dtype) -> None:
     g, beta = case.g.requires_grad_(), case.beta.requires_grad_()
 
     def step() -> None:
-        q, k, v = split_projection(leaf.view_as(leaf), *parts)
-        o, _ = chunk_kda(q, k, v, g, beta, use_qk_l2norm_in_kernel=True, cu_seqlens_cpu=case.boundaries)
+        views = dict(zip(NAMES, split_projection(leaf.view_as(leaf), *parts), strict=True))
+        o = run(case, views | {"g": g, "beta": beta})
         leaf.grad = g.grad = beta.grad = None
         o.backward(case.do)
 

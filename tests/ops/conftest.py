@@ -1,0 +1,139 @@
+"""What the tests of every op's contract share: the op, and calls of it as the op's own tests make them.
+
+A test here runs once for every op that is installed. What can't be the same for all, such as the shape of the
+gates and what their errors are judged by, comes from the conftest.py of each op's own tests. A test, or a
+case of one, that one op alone has is parametrized by ``op`` itself, indirectly.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from cake.core import op_spec, ops
+from cake.core.testing.markers import pytest_configure, pytest_runtest_setup
+
+__all__ = ["pytest_configure", "pytest_runtest_setup"]
+
+PACKAGES = Path(__file__).resolve().parents[2] / "packages"
+
+
+@dataclass(frozen=True)
+class Op:
+    """An op under test.
+
+    name: like "gdn".
+    package: what ``import cake.<name>`` gives.
+    own: the conftest.py of its own tests.
+    """
+
+    name: str
+    package: ModuleType
+    own: ModuleType
+
+    @property
+    def chunk(self) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
+        """Its call, which takes a context too."""
+        (name,) = (name for name in op_spec(self.name).entry_points if name.startswith("chunk_"))
+        return getattr(self.package, name)
+
+    @property
+    def kcp_chunk(self) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
+        """The call that a context is an argument of."""
+        (name,) = (name for name in op_spec(self.name).entry_points if name.startswith("kcp_"))
+        return getattr(self.package, name)
+
+    def module(self, name: str) -> ModuleType:
+        """A module of its package."""
+        return importlib.import_module(f"{self.package.__name__}.{name}")
+
+
+def _op(name: str) -> Op:
+    file = PACKAGES / f"cake-{name}" / "tests" / "conftest.py"
+    spec = importlib.util.spec_from_file_location(f"cake_{name}_conftest", file)
+    assert spec is not None
+    assert spec.loader is not None
+    own = importlib.util.module_from_spec(spec)
+    # Dataclasses look up their module by name.
+    sys.modules[spec.name] = own
+    spec.loader.exec_module(own)
+    return Op(name, importlib.import_module(f"cake.{name}"), own)
+
+
+OPS = {spec.name: _op(spec.name) for spec in ops() if (PACKAGES / f"cake-{spec.name}").is_dir()}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """`tape`: arguments that say what a forward keeps for its backward, each way that the op has."""
+    if "tape" in metafunc.fixturenames:
+        tapes = [
+            pytest.param(name, tape, id=f"{name}-{kept}")
+            for name, op in OPS.items()
+            for kept, tape in op.own.TAPES.items()
+        ]
+        metafunc.parametrize(("op", "tape"), tapes, indirect=["op"])
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave out what one op alone has, where that op isn't installed."""
+    here = Path(__file__).parent
+
+    def known(item: pytest.Item) -> bool:
+        return not item.path.is_relative_to(here) or item.callspec.params["op"] in OPS  # type: ignore[attr-defined]
+
+    items[:] = [item for item in items if known(item)]
+
+
+@pytest.fixture(params=list(OPS))
+def op(request: pytest.FixtureRequest) -> Op:
+    return OPS[request.param]
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    return torch.device(request.param, 0) if request.param == "cuda" else torch.device(request.param)
+
+
+@pytest.fixture(autouse=True)
+def _unconfigured(op: Op, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    yield from op.own.unconfigured(monkeypatch)
+
+
+@pytest.fixture
+def make(op: Op, device: torch.device) -> Callable[..., Any]:
+    """Makes a random case on the device; the same arguments give the same values on every device."""
+    return partial(op.own.make_case, device)
+
+
+@pytest.fixture
+def call(op: Op) -> Callable[..., dict[str, torch.Tensor]]:
+    """Runs the op on a case, forward and backward, and returns results and gradients by name."""
+    return op.own.run_case
+
+
+@pytest.fixture
+def truth(op: Op) -> Callable[[Any], dict[str, torch.Tensor]]:
+    """What `call` should return, from the FP64 recurrence."""
+    return op.own.true_results
+
+
+@pytest.fixture
+def assert_accurate(op: Op) -> Callable[..., None]:
+    """Compares results of `call` with the truth: whole tensors, sequences and 64-token blocks."""
+    return op.own.check_accuracy
+
+
+@pytest.fixture
+def assert_same_bits(op: Op) -> Callable[[dict[str, torch.Tensor], dict[str, torch.Tensor]], None]:
+    """Compares two results of `call` bit by bit."""
+    return op.own.check_bits
