@@ -113,7 +113,8 @@ def _key(*parts: object) -> str:
 
 def _compile_runtime(target: Path) -> None:
     made = target.with_suffix(".making")
-    _run(str(toolchain.host_compiler()), *COMMON, "-O2", "-c", str(HERE / "emulator.cc"), "-o", str(made))
+    sources = map(str, sorted(HERE.glob("*.cc")))
+    _run(str(toolchain.host_compiler()), *COMMON, "-O2", "-nostdlib", "-r", *sources, "-o", str(made))
     made.rename(target)
 
 
