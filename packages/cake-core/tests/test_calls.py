@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cake.core import config
-from cake.core.calls import Memo, Planned, key_of, layouts, near_key_of
+from cake.core.calls import Memo, Planned, differentiated_once, key_of, layouts, near_key_of
 from cake.core.segments import Segments, cut_unseen
 from cake.core.sequences import Sequences, packed, packed_on_device
 
@@ -43,6 +43,21 @@ def key(x, cu_seqlens=None, cu_seqlens_cpu=None, settings=(1.0,)):
     return key_of((x, None), cu_seqlens, cu_seqlens_cpu, settings)
 
 
+class Other(torch.Tensor):
+    """A tensor that may have no memory of its own, as a distributed one."""
+
+
+def under_torchs_deterministic_modes(made):
+    """What is made under the mode that raises, and under the one that warns: fast is refused in one alone."""
+    try:
+        torch.use_deterministic_algorithms(True)
+        found = [made()]
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        return [*found, made()]
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_a_key_holds_all_that_decides(op):
     x, cpu = torch.zeros(1, 4), torch.tensor([0, 1, 4])
     assert key(x, cpu) == key(torch.ones(1, 4), torch.tensor([0, 1, 4]))
@@ -52,11 +67,8 @@ def test_a_key_holds_all_that_decides(op):
         keys.append(key(x))
     with torch.no_grad():
         keys.append(key(x))
-    torch.use_deterministic_algorithms(True)
-    try:
-        keys.append(key(x))
-    finally:
-        torch.use_deterministic_algorithms(False)
+    keys += under_torchs_deterministic_modes(lambda: key(x))
+    keys.append(key(Other(x)))
     assert len(set(keys)) == len(keys)
     assert key([1.0]) is None
 
@@ -82,6 +94,32 @@ def test_a_planned_call_takes_the_boundaries_of_the_present_one():
     assert host.at(cu) is host
 
 
+@pytest.mark.parametrize("loss", [torch.sum, lambda y: y.square().sum()], ids=["sum", "squares"])
+def test_gradients_of_gradients_are_refused(loss):
+    """Also where the gradient that comes in is a constant, and only what was saved has a graph."""
+
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, nothing):
+            ctx.save_for_backward(x)
+            return x.square()
+
+        @staticmethod
+        @differentiated_once
+        def backward(ctx, dy):
+            return 2 * ctx.saved_tensors[0] * dy, None
+
+    x = torch.arange(3.0, requires_grad=True)
+    (expected,) = torch.autograd.grad(loss(x.square()), x)
+    (dx,) = torch.autograd.grad(loss(Square.apply(x, None)), x, create_graph=True)
+    assert torch.equal(dx, expected)
+    penalised = x.sum() + dx.square().sum()
+    with pytest.raises(RuntimeError, match="gradients of gradients aren't served"):
+        penalised.backward()
+    (dx,) = torch.autograd.grad(loss(Square.apply(x, None)), x)
+    assert not dx.requires_grad
+
+
 def test_a_memo_keeps_and_forgets():
     memo: Memo[int] = Memo(most=2)
     assert memo.get("a") is None
@@ -103,7 +141,7 @@ def near(x, other=None, cu_seqlens=None, cu_seqlens_cpu=None, settings=(1.0,)):
     return near_key_of((x, x, x, other), cu_seqlens, cu_seqlens_cpu, settings)
 
 
-def test_a_near_key_leaves_out_what_recordings_see():
+def test_a_near_key_leaves_out_what_recordings_see(op):
     x, cpu = torch.zeros(1, 4), torch.tensor([0, 1, 4])
     assert near(x) == near(torch.zeros(4, 1, dtype=torch.float64).T)
     keys = [near(x), near(x, x), near(x, cu_seqlens_cpu=cpu), near(x, settings=(2.0,)), near(x[:, :2])]
@@ -111,6 +149,10 @@ def test_a_near_key_leaves_out_what_recordings_see():
     keys.append(near(x, cu_seqlens=cpu.to("meta")))
     with torch.no_grad():
         keys.append(near(x))
+    with config.temporary(op.args()):
+        keys.append(near(x))
+    keys += under_torchs_deterministic_modes(lambda: near(x))
+    keys += [near(Other(x)), near(x, Other(x))]
     assert len({*keys}) == len(keys)
     assert near(x, [1.0]) is None
     assert near(x, cu_seqlens=cpu.to("meta"), cu_seqlens_cpu=cpu) is None

@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 
-from cake.core.checks import check_boundaries, check_choice, check_number, check_saved, check_tensor
+from cake.core.checks import (
+    check_boundaries,
+    check_choice,
+    check_count,
+    check_number,
+    check_saved,
+    check_tensor,
+    is_tensor,
+)
 
 torch = pytest.importorskip("torch")
 
@@ -28,6 +36,31 @@ def test_a_tensor_that_is_right_passes() -> None:
 def test_something_else_than_a_tensor(wrong: Any) -> None:
     with pytest.raises(TypeError, match=f"g must be a torch.Tensor, got {type(wrong).__name__}"):
         check_tensor("g", wrong, shape=SHAPE)
+
+
+def test_a_tensor_that_is_distributed() -> None:
+    """It looks like a tensor, and has no memory at its address."""
+
+    class DTensor(torch.Tensor):
+        pass
+
+    with pytest.raises(TypeError, match=r"plain torch\.Tensor, got a DTensor: pass g\.to_local\(\)"):
+        check_tensor("g", torch.zeros(2, 64, 8).as_subclass(DTensor), shape=SHAPE)
+
+
+def test_an_array_is_no_tensor() -> None:
+    numpy = pytest.importorskip("numpy")
+    assert is_tensor(torch.zeros(2))
+    assert not is_tensor(numpy.zeros(2))
+
+
+def test_counts() -> None:
+    assert check_count("segments", True) == 1
+    assert check_count("segments", 3, 3) == 3
+    with pytest.raises(TypeError, match=r"segments must be an int, got 1\.5"):
+        check_count("segments", 1.5)
+    with pytest.raises(ValueError, match="segments must be at least 1, got 0"):
+        check_count("segments", 0)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from cake.core import loader, played, recording, split_projection
@@ -215,4 +216,9 @@ def test_a_transform_of_functorch_is_refused_as_by_any_such_node(stages: list[st
 
     with pytest.raises(RuntimeError, match="setup_context"):
         torch.func.grad(loss)(q)
+    # A kernel would take it for a constant.
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="got a dual tensor q"):
+        loss(forward_ad.make_dual(q, q))
+    with pytest.raises(NotImplementedError, match="got a dual tensor q"):
+        torch.func.jvp(loss, (q,), (q,))
     check(call, inputs(), state=None)

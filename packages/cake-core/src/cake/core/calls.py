@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from cake.core import config
 from cake.core.segments import Segments
@@ -22,8 +21,8 @@ __all__ = ["Layout", "Memo", "Planned", "differentiated_once", "key_of", "layout
 T = TypeVar("T")
 P = TypeVar("P", bound="Planned")
 
-#: Shape, strides, dtype and device of a tensor, and whether it requires a gradient.
-Layout = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, bool]
+#: Class, shape, strides, dtype and device of a tensor, and whether it requires a gradient.
+Layout = tuple[type, torch.Size, tuple[int, ...], torch.dtype, torch.device, bool]
 _INDICES = (torch.int32, torch.int64)
 
 
@@ -34,7 +33,10 @@ def layouts(tensors: Iterable[torch.Tensor | None]) -> tuple[Layout | None, ...]
     """
     try:
         return tuple(
-            [x if x is None else (x.shape, x.stride(), x.dtype, x.device, x.requires_grad) for x in tensors]
+            [
+                x if x is None else (type(x), x.shape, x.stride(), x.dtype, x.device, x.requires_grad)
+                for x in tensors
+            ]
         )
     except (AttributeError, TypeError):
         return None
@@ -56,8 +58,15 @@ def key_of(
     layout = layouts(tensors if cu_seqlens is None else (*tensors, cu_seqlens))
     if layout is None:
         return None
-    modes = config.stamp, torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled()
-    return layout, _known(cu_seqlens, cu_seqlens_cpu), settings, *modes
+    return (
+        layout,
+        _known(cu_seqlens, cu_seqlens_cpu),
+        settings,
+        config.stamp,
+        torch.is_grad_enabled(),
+        torch._C._get_deterministic_algorithms(),
+        torch._C._get_deterministic_algorithms_warn_only(),
+    )
 
 
 def near_key_of(
@@ -92,7 +101,9 @@ def near_key_of(
             config.stamp,
             torch.is_grad_enabled(),
             torch._C._get_deterministic_algorithms(),
+            torch._C._get_deterministic_algorithms_warn_only(),
             *[None if x is None else x.requires_grad for x in tensors],
+            *map(type, tensors),  # a recording can't tell a distributed tensor from a plain one
         )
     except AttributeError:
         return None  # one of them is no tensor
@@ -110,13 +121,34 @@ def _known(
 
 
 def differentiated_once(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's `once_differentiable`, at no cost where nobody asks for gradients of gradients."""
-    guarded = once_differentiable(fn)
+    """A backward whose results have no gradients: whoever asks for one gets an error.
+
+    torch's own `once_differentiable` takes results for constants where no gradient that comes in has a graph,
+    as in the backward of a sum, though the saved inputs may have one: a penalty on gradients would have
+    silently wrong gradients. This one costs nothing where nobody asks for gradients of gradients.
+    """
 
     def backward(ctx: Any, *grads: Any) -> Any:
-        return (guarded if torch.is_grad_enabled() else fn)(ctx, *grads)
+        if not torch.is_grad_enabled():
+            return fn(ctx, *grads)
+        with torch.no_grad():
+            results = fn(ctx, *grads)
+        given = [x for x in results if x is not None]
+        apply: Any = _Final.apply
+        left = iter(apply(*[x.detach().requires_grad_() for x in given]) if given else ())
+        return tuple(x if x is None else next(left) for x in results)
 
     return backward
+
+
+class _Final(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *results: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        raise RuntimeError("gradients of gradients aren't served: cake's ops are once_differentiable")
 
 
 class Planned:

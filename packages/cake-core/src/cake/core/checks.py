@@ -5,12 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["check_boundaries", "check_choice", "check_number", "check_saved", "check_tensor", "saved_as"]
+__all__ = [
+    "check_boundaries",
+    "check_choice",
+    "check_count",
+    "check_number",
+    "check_saved",
+    "check_tensor",
+    "is_tensor",
+    "saved_as",
+]
 
 _tensor: Any = None
 
@@ -22,6 +32,11 @@ def _tensor_type() -> Any:
 
         _tensor = torch.Tensor
     return _tensor
+
+
+def is_tensor(x: Any) -> bool:
+    """Whether it is a tensor of torch's; NumPy's arrays have a `device` and a `dtype` too."""
+    return isinstance(x, _tensor or _tensor_type())
 
 
 def check_tensor(
@@ -44,11 +59,13 @@ def check_tensor(
         last_contiguous: the last axis must have stride 1 (other strides are free).
 
     Raises:
-        TypeError: not a tensor, or another dtype.
+        TypeError: not a tensor, one that is distributed (its memory isn't its own), or another dtype.
         ValueError: another shape, device or stride.
     """
     if not isinstance(x, _tensor or _tensor_type()):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    if type(x).__name__ == "DTensor":
+        raise TypeError(f"{name} must be a plain torch.Tensor, got a DTensor: pass {name}.to_local()")
     if shape is not None:
         sizes = x.shape
         if len(sizes) != len(shape):
@@ -102,6 +119,22 @@ def check_number(name: str, x: Any) -> float:
     number = float(x)
     if not math.isfinite(number):
         raise ValueError(f"{name} must be finite, got {x!r}")
+    return number
+
+
+def check_count(name: str, x: Any, least: int = 1) -> int:
+    """A whole number of at least `least`.
+
+    Raises:
+        TypeError: not a whole number.
+        ValueError: too small.
+    """
+    try:
+        number = index(x)
+    except TypeError:
+        raise TypeError(f"{name} must be an int, got {x!r}") from None
+    if number < least:
+        raise ValueError(f"{name} must be at least {least}, got {number}")
     return number
 
 

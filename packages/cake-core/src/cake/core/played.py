@@ -13,9 +13,10 @@ from types import ModuleType
 from typing import Any, Protocol
 
 import torch
-from torch.autograd.function import once_differentiable
+from torch.autograd import forward_ad
 
 from cake.core import loader
+from cake.core.calls import differentiated_once
 from cake.core.checks import check_saved
 from cake.core.gradients import layout_of
 from cake.core.launch import loadable
@@ -91,7 +92,14 @@ def run(
 
     Raises:
         Otherwise: of `recording`.
+        NotImplementedError: an input with a tangent of forward-mode differentiation.
     """
+    if forward_ad._current_level >= 0:
+        unpack: Any = forward_ad.unpack_dual
+        for name, x in zip(op.inputs, inputs, strict=True):
+            # Kernels know nothing of it: the output would be a constant.
+            if x is not None and unpack(x).tangent is not None:
+                raise NotImplementedError(f"forward-mode gradients aren't served, got a dual tensor {name}")
     if call.differentiable:
         apply = _Node.apply if torch._C._are_functorch_transforms_active() else _apply
         o, final_state = apply(op, call, boundaries, *inputs)
@@ -159,7 +167,7 @@ class _Node(torch.autograd.Function):
 
 
 # The same with results that have no gradients.
-_once: Any = once_differentiable(_Node.backward)
+_once: Any = differentiated_once(_Node.backward)
 # What `_Node.apply` calls, at two thirds of its time: no argument has to be looked through where no transform
 # of functorch is active.
 _apply: Any = super(torch.autograd.Function, _Node).apply

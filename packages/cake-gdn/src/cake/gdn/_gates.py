@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import logsigmoid, softplus
+
+from cake.core.calls import differentiated_once
 
 MIN_LOG_DECAY = -88.0
 # log(softplus(x)) = x to fp32 below it.
@@ -87,7 +88,7 @@ class _Gate(torch.autograd.Function):
         return gate_forward(raw, a_log, dt_bias)
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once
     def backward(ctx: Any, dg: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if dg is None:
             return None, None, None
@@ -103,7 +104,7 @@ class _BetaSigmoid(torch.autograd.Function):
         return beta_forward(logits, scale)
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once
     def backward(ctx: Any, d_beta: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
         if d_beta is None:
             return None, None

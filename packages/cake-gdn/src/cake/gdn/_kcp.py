@@ -12,9 +12,9 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from cake.core import cp
+from cake.core.calls import differentiated_once
 from cake.core.checks import check_saved, saved_as
 from cake.core.launch import loadable, running_on
 from cake.core.sequences import Sequences
@@ -76,7 +76,7 @@ class _UnderContext(torch.autograd.Function):
         return o
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once
     def backward(ctx: Any, do: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: Call = ctx.call
         context: cp.Call = ctx.context

@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import logsigmoid, softplus
 
+from cake.core.calls import differentiated_once
 from cake.kda._stages import Gate
 
 MIN_LOG_DECAY = -88.0
@@ -90,7 +90,7 @@ class _BetaSigmoid(torch.autograd.Function):
         return beta_forward(logits, scale)
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once
     def backward(ctx: Any, d_beta: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
         if d_beta is None:
             return None, None
