@@ -125,6 +125,8 @@ class TestRefusals:
     def test_a_kernel_size_of_nothing(self):
         with pytest.raises(ValueError, match="conv_kernel_size must be at least 1, got 0"):
             build_kcp_context([0, 4], conv_kernel_size=0)
+        with pytest.raises(TypeError, match=r"conv_kernel_size must be an int, got 2\.5"):
+            build_kcp_context([0, 4], conv_kernel_size=2.5)
 
     @pytest.mark.parametrize("fragments", [[3], [[4]], [[(0, 4.0)]], 7], ids=repr)
     def test_fragments(self, fragments):

@@ -83,6 +83,8 @@ def test_how_a_call_is_cut():
     assert segments.cut_of_call(batched(8, 4096), 64, None, False) is None
     slow_merges = segments.Cost(merge=10**9)
     assert segments.cut_of_call(seqs, 8, None, False, rates=slow_merges) is None
+    with pytest.raises(TypeError, match=r"segments must be an int, got 1\.5"):
+        segments.cut_of_call(seqs, 8, 1.5, False)
 
 
 def test_how_a_call_is_cut_whose_boundaries_nobody_knows():

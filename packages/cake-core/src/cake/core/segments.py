@@ -17,6 +17,7 @@ from functools import cached_property, lru_cache
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
+from cake.core.checks import check_count
 from cake.core.sequences import CHUNK, Sequences, packed
 
 if TYPE_CHECKING:
@@ -217,8 +218,12 @@ def cut_of_call(
         rates: what the parts of a call take; `COST` by default.
 
     Raises:
-        ValueError: boundaries of several sequences that exist on a device only, where they have to be known.
+        TypeError: segments that are no whole number.
+        ValueError: less than one segment; boundaries of several sequences that exist on a device only, where
+            they have to be known.
     """
+    if segments is not None:
+        segments = check_count("segments", segments)
     whole = seqs
     if seqs.boundaries is None:
         if seqs.n > 1:

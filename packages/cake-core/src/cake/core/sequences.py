@@ -19,7 +19,7 @@ from itertools import accumulate, pairwise
 from operator import index
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from cake.core.checks import check_boundaries
+from cake.core.checks import check_boundaries, is_tensor
 
 if TYPE_CHECKING:
     import torch
@@ -306,7 +306,7 @@ def host_values(name: str, x: Any) -> list[int]:
         TypeError: neither a tensor nor a list.
         ValueError: on a device, more than one row, of a wrong dtype, or not ints.
     """
-    if hasattr(x, "device"):
+    if is_tensor(x):
         if x.device.type != "cpu":
             raise ValueError(f"{name} must be on the CPU, got {x.device}")
         check_boundaries(name, x)

@@ -9,6 +9,7 @@ from itertools import pairwise
 from operator import index
 from typing import TYPE_CHECKING, Any
 
+from cake.core.checks import check_count
 from cake.core.cp._partition import ConvBoundary, Fragments, Partition, partition
 from cake.core.cp._plan import Plan, make_plan
 from cake.core.sequences import host_values
@@ -137,7 +138,7 @@ def build_kcp_context(
             order.
 
     Raises:
-        TypeError: boundaries that are neither a tensor nor a list.
+        TypeError: boundaries that are neither a tensor nor a list, a kernel size that is no whole number.
         ValueError: boundaries on a device, or that decrease or don't start at 0; tokens that the layout can't
             divide; fragments that don't hold every token exactly once; an unknown layout; no kernel size.
     """
@@ -146,15 +147,14 @@ def build_kcp_context(
         raise ValueError(
             f"cu_seqlens_global must hold N + 1 >= 2 boundaries that rise from 0, got {_short(bounds)}"
         )
-    if index(conv_kernel_size) < 1:
-        raise ValueError(f"conv_kernel_size must be at least 1, got {conv_kernel_size}")
+    conv_kernel_size = check_count("conv_kernel_size", conv_kernel_size)
     rank, world_size = rank_and_world(group)
     return KcpContext(
         partition=partition(bounds, world_size, layout, None if fragments is None else _ranges(fragments)),
         rank=rank,
         group=group,
         device=device,
-        conv_kernel_size=index(conv_kernel_size),
+        conv_kernel_size=conv_kernel_size,
     )
 
 

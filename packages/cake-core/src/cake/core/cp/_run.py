@@ -1,9 +1,8 @@
 """Forward and backward of a call whose documents lie on several ranks, in terms of an op's stages.
 
 Both directions go alike: walk what others wait for, start the exchange, walk what waits for nobody, wait,
-    merge,
-walk the rest. A sequence's tape depends on its role: states that enter it and adjoints that leave it have
-slots where they aren't zero.
+merge, walk the rest. A sequence's tape depends on its role: states that enter it and adjoints that leave it
+have slots where they aren't zero.
 """
 
 from __future__ import annotations
