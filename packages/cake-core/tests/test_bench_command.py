@@ -237,9 +237,16 @@ def test_time_budget_of_nothing_runs_nothing(timed):
         (("--variants", "slow"), "--variants must be of cake-det, cake-fast, got 'slow'"),
         (("--modes", "none"), "--modes must be of save, recompute, got 'none'"),
         (("--device", "mps"), "--device must be a CPU or a CUDA GPU, got 'mps'"),
+        (("--device", "gpu"), "--device must be a CPU or a CUDA GPU, got 'gpu'"),
+        (("--out", "."), "--out must be a file, got the folder ."),
+        (("--png", "."), "--png must be a file, got the folder ."),
+        (("--out", f"{__file__}/out.json"), "--out must be a file in a folder that can be written to, got"),
+        (("--keep", "--out", __file__), "holds no results of cake bench: JSONDecodeError"),
     ],
 )
-def test_unknown_names_are_wrong_usage(timed, capsys, words, message):
+def test_wrong_words_are_told_before_anything_is_measured(timed, capsys, monkeypatch, words, message):
+    monkeypatch.setattr("cake.core.cli.bench._measure", None)
+    pytest.importorskip("matplotlib" if "--png" in words else "torch")
     assert bench(*words) == 2
     assert message in capsys.readouterr().err
 

@@ -69,6 +69,10 @@ def test_arch_lists():
 def test_device_arch_wants_a_cuda_device():
     with pytest.raises(ValueError, match="must be a CUDA device, got 'cpu'"):
         toolchain.device_arch("cpu")
+    with pytest.raises(ValueError, match="must be a CUDA device, got 'gpu'"):
+        toolchain.device_arch("gpu")
+    with pytest.raises(ValueError, match="must be a CUDA device that is there, got 'cuda:99'"):
+        toolchain.device_arch("cuda:99")
 
 
 def test_order(monkeypatch, tmp_path):

@@ -150,6 +150,8 @@ def test_the_cases_are_listed(proved: Path, capsys: Any) -> None:
         (("--cases", "large"), "cases of 'proved' are 'small', 'smaller', got 'large'"),
         (("--variants", "quick"), "--variants must be of det, fast, got 'quick'"),
         (("--device", "meta"), "--device must be a CPU or a CUDA GPU, got 'meta'"),
+        (("--device", "gpu"), "--device must be a CPU or a CUDA GPU, got 'gpu'"),
+        (("--out", "."), "--out must be a file, got the folder ."),
     ],
 )
 def test_wrong_usage(proved: Path, capsys: Any, words: tuple[str, ...], message: str) -> None:

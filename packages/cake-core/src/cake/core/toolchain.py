@@ -116,14 +116,20 @@ def device_arch(device: Any) -> str:
         device: a ``torch.device``, its string or an index.
 
     Raises:
-        ValueError: not a CUDA device.
+        ValueError: not a CUDA device, or one that isn't there.
     """
     import torch
 
-    where = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    try:
+        where = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"device must be a CUDA device, got {device!r}") from None
     if where.type != "cuda":
         raise ValueError(f"device must be a CUDA device, got {str(where)!r}")
-    major, minor = torch.cuda.get_device_capability(where)
+    try:
+        major, minor = torch.cuda.get_device_capability(where)
+    except (AssertionError, RuntimeError) as error:
+        raise ValueError(f"device must be a CUDA device that is there, got {str(where)!r}: {error}") from None
     return parse_arch(f"{major}.{minor}")
 
 

@@ -14,18 +14,23 @@ def device_of(name: str | None) -> torch.device:
     """The device of that name, which becomes the current one; by default the GPU if there is one.
 
     Raises:
-        ValueError: No CPU or CUDA GPU, or one that isn't there.
+        ValueError: no CPU or CUDA GPU, or one that isn't there.
     """
     import torch
 
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(name)
+    try:
+        device = torch.device(name)
+    except RuntimeError:  # torch's own words list devices that nothing here runs on
+        device = torch.device("meta")
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"--device must be a CPU or a CUDA GPU, got {name!r}")
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise ValueError(f"--device {name}: there is no CUDA GPU")
-        device = torch.device("cuda", device.index or 0)
+        device, count = torch.device("cuda", device.index or 0), torch.cuda.device_count()
+        if device.index >= count:
+            raise ValueError(f"--device {name}: there are {count} CUDA GPUs, numbered from 0")
         torch.cuda.set_device(device)
     return device

@@ -93,6 +93,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure, print the table and write the JSON; 1 where an arm of the op failed or two arms disagreed."""
     from cake.core import registry
     from cake.core.cli._device import device_of
+    from cake.core.cli._output import check_file
     from cake.core.errors import ConfigError
 
     spec = registry.op_spec(args.op)
@@ -107,7 +108,10 @@ def run(args: argparse.Namespace) -> int:
         print(f"cake bench: {MISSING}", file=sys.stderr)
         return 2
     try:
+        for option, path in (("--out", args.out), ("--png", args.png)):
+            check_file(option, path)
         old = _read(args.compare, bench)
+        earlier = _read(args.out if args.keep and args.out is not None and args.out.exists() else None, bench)
         source = _read(args.source, bench)
         if source is not None:
             return _show(args, source, old)
@@ -120,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
         return 2
     if args.rank is not None:
         return _measure_rank(args, bench, plan, device)
-    return _measure(args, bench, plan, device, old)
+    return _measure(args, bench, plan, device, old, earlier)
 
 
 def _read(path: Path | None, bench: Bench) -> dict[str, Any] | None:
@@ -173,7 +177,12 @@ def _show(
 
 
 def _measure(
-    args: argparse.Namespace, bench: Bench, plan: Plan, device: torch.device, old: dict[str, Any] | None
+    args: argparse.Namespace,
+    bench: Bench,
+    plan: Plan,
+    device: torch.device,
+    old: dict[str, Any] | None,
+    earlier: dict[str, Any] | None,
 ) -> int:
     import torch
 
@@ -190,8 +199,6 @@ def _measure(
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     head = header(bench, plan, device, args.commit)
-    keep = args.keep and args.out is not None and args.out.exists()
-    earlier = json.loads(args.out.read_text(encoding="utf-8")) if keep else None
     ceilings = next((found for gpu, found in CEILINGS.items() if name.startswith(gpu)), None)
 
     def save(results: Results) -> None:

@@ -41,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the gates, print the table; 1 where one failed."""
     from cake.core import registry
     from cake.core.cli._device import device_of
+    from cake.core.cli._output import check_file
     from cake.core.errors import ConfigError
 
     specs = [registry.op_spec(name) for name in args.ops] or [
@@ -54,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
         return 2
     parts: list[tuple[Verify, tuple[str, ...]]] = []
     try:
+        check_file("--out", args.out)
         device = device_of(args.device)
         for spec in specs:
             assert spec.verify is not None
