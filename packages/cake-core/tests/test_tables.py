@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from cake.core import recording, tables
+from cake.core.segments import cut
 from cake.core.sequences import packed, packed_on_device
 
 CPU = torch.device("cpu")
@@ -55,6 +56,12 @@ def test_a_graph_owns_what_it_reads(made, monkeypatch):
     captured, count = made(packed((0, 3, 70), 70))
     assert captured is not first
     assert count == 2
+
+
+def test_a_cut_call_keeps_a_bit_of_its_boundaries_free(made):
+    tokens = 1 << 30
+    with pytest.raises(ValueError, match=r"must have less than 2\^30 tokens, got 1073741824"):
+        made(cut(packed((0, tokens), tokens), (2,)))
 
 
 def test_few_are_kept(made):
