@@ -27,10 +27,6 @@ struct PrepArgs {
   bool l2norm;
 };
 
-constexpr float kNormEps = 1e-6f;
-constexpr float kLeastGate = -88.f;
-constexpr float kLog2E = 1.4426950408889634f;
-
 constexpr int kPrepWarpsPerSm = 8;
 
 struct PrepShared {

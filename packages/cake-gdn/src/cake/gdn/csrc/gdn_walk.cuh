@@ -20,7 +20,6 @@ enum class Role { kState0, kState1, kScores, kProducer };
 
 constexpr int kWalkThreads = 512;
 constexpr int kStages = 3, kHelperStages = 2;
-constexpr float kNormEps = 1e-6f;
 constexpr int kStateRegisters = 208, kScoresRegisters = 64, kProducerRegisters = 32;
 static_assert(2 * kStateRegisters + kScoresRegisters + kProducerRegisters == 512, "a lane slot has 512 registers");
 constexpr int kProducerThreads = 64;

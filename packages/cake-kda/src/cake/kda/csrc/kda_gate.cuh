@@ -7,15 +7,11 @@
 // A log decay below -88 counts as -88, where the gate's own gradients end. No number gives an infinity or a NaN.
 #pragma once
 
-#include <cuda_bf16.h>
-
-#include "cake/ptx.cuh"
+#include "cake/tile.cuh"
 
 namespace cake::kda {
 
-constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLog2Log2E = 0.5287663729448977f;
-constexpr float kLeastGate = -88.f;
 constexpr float kMostLogRate = 30.f;
 constexpr float kSaturated = 1e4f;     // a sigmoid is 0 or 1, and its slope 0, long before
 constexpr float kLinearBelow = -17.f;  // there log(softplus(x)) = x

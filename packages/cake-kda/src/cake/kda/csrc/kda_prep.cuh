@@ -39,7 +39,6 @@ struct PrepArgs {
   bool l2norm;
 };
 
-constexpr float kNormEps = 1e-6f;
 constexpr int kPrepThreads = 128, kPrepCtasPerSm = 3;
 
 struct PrepShared {

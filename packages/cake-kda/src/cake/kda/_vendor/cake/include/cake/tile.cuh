@@ -17,6 +17,10 @@ constexpr int kTokenTileBytes = kChunk * kHeadDim * 2;     // [64][128]: two pan
 constexpr int kSquareTileBytes = kChunk * kChunk * 2;      // [64][64]: one panel
 constexpr int kStateTileBytes = kHeadDim * kHeadDim * 2;   // [128][128]: two panels
 
+constexpr float kNormEps = 1e-6f;    // 1 / |x| is 1 / sqrt(|x|^2 + eps)
+constexpr float kLeastGate = -88.f;  // a log decay below it counts as it: e^-88 is at fp32's underflow
+constexpr float kLog2E = 1.4426950408889634f;
+
 // Byte offset of the 16-byte group `group` (8 columns; 8 groups to a panel) of a row.
 template <int kRows>
 __device__ __forceinline__ uint32_t group_offset(int row, int group) {
