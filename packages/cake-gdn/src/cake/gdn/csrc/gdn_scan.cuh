@@ -13,20 +13,13 @@
 
 namespace cake::gdn {
 
-// `kTransfer`: of a pre-scan (gdn_transfer.cuh), which keeps the last state alone.
-template <bool kTransfer>
-__device__ __forceinline__ Edges scan_edges(const WalkArgs& args, const Walk& walk) {
-  return kTransfer ? transfer_edges<true>(args.plan, walk, args.v_heads, args.edge_in, args.edge_out)
-                   : edges_of<true>(args.plan, walk, args.v_heads, args.edge_in, args.inner, args.edge_out);
-}
-
 template <bool kOutput, bool kTape, bool kTransfer = false>
 __device__ __forceinline__ void scan_states(WalkShared& s, const WalkArgs& args, const Walk& walk, int thread) {
   const int lane = thread & 31, warp = thread >> 5;
   const int channel0 = 16 * warp;  // the warp's first row of S^T
 
   float state[64];
-  load_edge(state, scan_edges<kTransfer>(args, walk).in, channel0, lane);
+  load_edge(state, edges_of<true, kTransfer>(args, walk).in, channel0, lane);
 
   RingState<kStages> at;
   RingState<kHelperStages> help_at;
@@ -121,7 +114,7 @@ __device__ __forceinline__ void scan_states(WalkShared& s, const WalkArgs& args,
     s.ring.signal_empty(at, lane);
     s.helped.signal_empty(help_at, lane);
   }
-  const Edges edges = scan_edges<kTransfer>(args, walk);
+  const Edges edges = edges_of<true, kTransfer>(args, walk);
   if (edges.out) store_edge(edges.out, state, channel0, lane);
   if (kTape && lane == 0) bulk_wait();  // shared memory must outlive the copies
 }

@@ -11,13 +11,6 @@
 
 namespace cake::kda {
 
-// `kTransfer`: of a pre-scan (kda_transfer.cuh), which keeps the last state alone.
-template <bool kTransfer>
-__device__ __forceinline__ Edges adj_edges(const WalkArgs& args, const Walk& walk) {
-  return kTransfer ? transfer_edges<false>(args.plan, walk, args.v_heads, args.edge_in, args.edge_out)
-                   : edges_of<false>(args.plan, walk, args.v_heads, args.edge_in, args.inner, args.edge_out);
-}
-
 template <int kHalves, bool kTransfer>
 __device__ __forceinline__ void adj_states(WalkShared<kHalves>& s, const WalkArgs& args, const KdaWalk& walk,
                                            int thread) {
@@ -25,7 +18,7 @@ __device__ __forceinline__ void adj_states(WalkShared<kHalves>& s, const WalkArg
   const int channel0 = 16 * warp;  // the warp's first row of the CTA's part of R^T
 
   float state[64];
-  load_edge(state, adj_edges<kTransfer>(args, walk).in, walk.channel + channel0, lane);
+  load_edge(state, edges_of<false, kTransfer>(args, walk).in, walk.channel + channel0, lane);
 
   RingState<kStages> at;
   for (int i = 0; i < walk.chunks; ++i, at.advance()) {
@@ -90,7 +83,7 @@ __device__ __forceinline__ void adj_states(WalkShared<kHalves>& s, const WalkArg
     pin(state);
     s.ring.signal_empty(at, lane);
   }
-  const Edges edges = adj_edges<kTransfer>(args, walk);
+  const Edges edges = edges_of<false, kTransfer>(args, walk);
   if (edges.out) store_edge(edges.out, state, walk.channel + channel0, lane);
   if (!kTransfer && lane == 0) bulk_wait();  // shared memory must outlive the copies
 }

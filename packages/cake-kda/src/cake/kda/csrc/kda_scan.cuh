@@ -13,13 +13,6 @@
 
 namespace cake::kda {
 
-// `kTransfer`: of a pre-scan (kda_transfer.cuh), which keeps the last state alone.
-template <bool kTransfer>
-__device__ __forceinline__ Edges scan_edges(const WalkArgs& args, const Walk& walk) {
-  return kTransfer ? transfer_edges<true>(args.plan, walk, args.v_heads, args.edge_in, args.edge_out)
-                   : edges_of<true>(args.plan, walk, args.v_heads, args.edge_in, args.inner, args.edge_out);
-}
-
 template <int kHalves, bool kOutput, bool kTape, bool kTransfer = false>
 __device__ __forceinline__ void scan_states(WalkShared<kHalves>& s, const WalkArgs& args, const KdaWalk& walk,
                                             int thread) {
@@ -27,7 +20,7 @@ __device__ __forceinline__ void scan_states(WalkShared<kHalves>& s, const WalkAr
   const int channel0 = 16 * warp;  // the warp's first row of the CTA's part of S^T
 
   float state[64];
-  load_edge(state, scan_edges<kTransfer>(args, walk).in, walk.channel + channel0, lane);
+  load_edge(state, edges_of<true, kTransfer>(args, walk).in, walk.channel + channel0, lane);
 
   RingState<kStages> at;
   for (int i = 0; i < walk.chunks; ++i, at.advance()) {
@@ -104,7 +97,7 @@ __device__ __forceinline__ void scan_states(WalkShared<kHalves>& s, const WalkAr
     pin(state);
     s.ring.signal_empty(at, lane);
   }
-  const Edges edges = scan_edges<kTransfer>(args, walk);
+  const Edges edges = edges_of<true, kTransfer>(args, walk);
   if (edges.out) store_edge(edges.out, state, walk.channel + channel0, lane);
   if (kTape && lane == 0) bulk_wait();  // shared memory must outlive the copies
 }

@@ -73,6 +73,13 @@ __device__ __forceinline__ Edges transfer_edges(const Plan& plan, const Walk& wa
           out + (int64_t(walk.index) * v_heads + walk.v_head) * kState};
 }
 
+// Of a walk with such arguments or, `kTransfer`, of its pre-scan.
+template <bool kForward, bool kTransfer, typename Args>
+__device__ __forceinline__ Edges edges_of(const Args& args, const Walk& walk) {
+  return kTransfer ? transfer_edges<kForward>(args.plan, walk, args.v_heads, args.edge_in, args.edge_out)
+                   : edges_of<kForward>(args.plan, walk, args.v_heads, args.edge_in, args.inner, args.edge_out);
+}
+
 // Sends the output that the state warps left in a stage's x to memory, rows of kGroups * 8 bf16. 128 threads; each moves the
 // 16-byte groups that it loads.
 template <int kGroups = 16>
