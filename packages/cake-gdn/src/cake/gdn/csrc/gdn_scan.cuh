@@ -85,12 +85,7 @@ __device__ __forceinline__ void scan_states(WalkShared& s, const WalkArgs& args,
     uint32_t delta[4][4];
     if constexpr (kOutput) {
       to_frag(delta, d);
-#pragma unroll
-      for (int c = 0; c < 8; ++c) {
-        const float2 fc = *reinterpret_cast<const float2*>(f.c + 8 * c + 2 * (lane & 3));
-#pragma unroll
-        for (int h = 0; h < 2; ++h) o[4 * c + 2 * h] *= fc.x, o[4 * c + 2 * h + 1] *= fc.y;
-      }
+      scale_columns(o, f.c, lane);
       pin(delta);
     }
     pin(update);

@@ -63,13 +63,13 @@ __device__ __forceinline__ void map_states(WalkShared& s, const TransferArgs& ar
     const uint32_t k = smem_addr(stage.k);
     map_chunk(
         state, k, smem_addr(stage.t), k, [&] { s.ring.wait_full(at); }, [&] { s.helped.wait_full(help_at); },
-        [&](float (&u)[32]) { scale_columns(u, f.b, -1.f, lane); },
+        [&](float (&u)[32]) { scale_columns(u, f.b, lane, -1.f); },
         [&](float (&x)[64]) {
           const float decay = f.decay;
 #pragma unroll
           for (int e = 0; e < 64; ++e) x[e] *= decay;
         },
-        [&](float (&d)[32]) { scale_columns(d, f.d, 1.f, lane); });
+        [&](float (&d)[32]) { scale_columns(d, f.d, lane); });
     __syncwarp();
     s.ring.signal_empty(at, lane);
     s.helped.signal_empty(help_at, lane);

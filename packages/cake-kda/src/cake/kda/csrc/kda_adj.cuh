@@ -50,7 +50,7 @@ __device__ __forceinline__ void adj_states(WalkShared<kHalves>& s, const WalkArg
     pin(dd);
     uint32_t w[4][4];
     to_frag(w, dd);
-    decay_columns(state, stage.last, lane);
+    scale_columns(state, stage.last, lane);
     float y[32];
     pin(w);
     pin(state);

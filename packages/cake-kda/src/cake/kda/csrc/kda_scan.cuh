@@ -69,7 +69,7 @@ __device__ __forceinline__ void scan_states(WalkShared<kHalves>& s, const WalkAr
     wgmma_fence();
     gemm_rs<Major::K, kChunk, 4>(d, w, smem_addr(stage.t), false);
     wgmma_commit();
-    decay_columns(state, stage.last, lane);
+    scale_columns(state, stage.last, lane);
     wgmma_wait<0>();
     pin(d);
     if constexpr (kOutput) pin(o);

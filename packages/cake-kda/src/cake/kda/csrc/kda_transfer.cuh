@@ -68,8 +68,8 @@ __device__ __forceinline__ void map_states(WalkShared<kHalves>& s, const Transfe
     auto& stage = s.stages[at.stage];
     map_chunk(
         state, smem_addr(stage.kg), smem_addr(stage.t), smem_addr(stage.kr), [&] { s.ring.wait_full(at); }, [] {},
-        [&](float (&u)[32]) { scale_columns(u, stage.beta, -1.f, lane); },
-        [&](float (&x)[64]) { decay_columns(x, stage.last, lane); }, [](float (&)[32]) {});
+        [&](float (&u)[32]) { scale_columns(u, stage.beta, lane, -1.f); },
+        [&](float (&x)[64]) { scale_columns(x, stage.last, lane); }, [](float (&)[32]) {});
     s.ring.signal_empty(at, lane);
   }
   const int64_t row = (int64_t(walk.index) * args.walk.v_heads + walk.v_head) * kHeadDim * kHeadDim;

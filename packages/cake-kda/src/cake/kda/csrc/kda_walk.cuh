@@ -1,5 +1,4 @@
-// What the two serial walks (kda_scan forward, kda_adj backward) share: warp roles, shared memory, the producer, and the
-// decay of a state.
+// What the two serial walks (kda_scan forward, kda_adj backward) share: warp roles, shared memory, and the producer.
 //
 // A CTA walks one sequence and v head with all 128 channels of V, or with half of them where there are few of these: its
 // kHalves state warpgroups hold 64 rows each of the transposed state in fp32 registers and never meet. Every value of a
@@ -134,16 +133,6 @@ __device__ __forceinline__ void produce(WalkShared<kHalves>& s, const WalkArgs& 
       mbar_arrive(full);
       beta = beta_of(i + 1);
     }
-  }
-}
-
-// state[:, k] *= factor[k].
-__device__ __forceinline__ void decay_columns(float (&state)[64], const float* factor, int lane) {
-#pragma unroll
-  for (int c = 0; c < 16; ++c) {
-    const float2 f = *reinterpret_cast<const float2*>(factor + 8 * c + 2 * (lane & 3));
-#pragma unroll
-    for (int h = 0; h < 2; ++h) state[4 * c + 2 * h] *= f.x, state[4 * c + 2 * h + 1] *= f.y;
   }
 }
 

@@ -15,6 +15,17 @@ __host__ __device__ constexpr int acc_index(int s, int j) { return 8 * s + 4 * (
 // Column of accumulator element i, and of the pair (s, j).
 __device__ __forceinline__ int acc_column(int i, int lane) { return 8 * (i >> 2) + 2 * (lane & 3) + (i & 1); }
 
+// Multiplies column c of an accumulator by sign * factor[c].
+template <int kElements>
+__device__ __forceinline__ void scale_columns(float (&x)[kElements], const float* factor, int lane, float sign = 1.f) {
+#pragma unroll
+  for (int c = 0; c < kElements / 4; ++c) {
+    const float2 f = *reinterpret_cast<const float2*>(factor + 8 * c + 2 * (lane & 3));
+#pragma unroll
+    for (int h = 0; h < 2; ++h) x[4 * c + 2 * h] *= sign * f.x, x[4 * c + 2 * h + 1] *= sign * f.y;
+  }
+}
+
 template <int kSteps>
 __device__ __forceinline__ void to_frag(uint32_t (&f)[kSteps][4], const float (&acc)[kSteps * 8]) {
 #pragma unroll

@@ -61,16 +61,6 @@ __device__ __forceinline__ void unit_state(float (&state)[64], int row0, int lan
   for (int i = 0; i < 64; ++i) state[i] = acc_column(i, lane) == row0 + (lane >> 2) + 8 * ((i >> 1) & 1) ? 1.f : 0.f;
 }
 
-// x[:, c] *= sign * factor[c], c < 64.
-__device__ __forceinline__ void scale_columns(float (&x)[32], const float* factor, float sign, int lane) {
-#pragma unroll
-  for (int c = 0; c < 8; ++c) {
-    const float2 f = *reinterpret_cast<const float2*>(factor + 8 * c + 2 * (lane & 3));
-#pragma unroll
-    for (int h = 0; h < 2; ++h) x[4 * c + 2 * h] *= sign * f.x, x[4 * c + 2 * h + 1] *= sign * f.y;
-  }
-}
-
 // One chunk of the walk of M, transposed, with the op's tiles `erased` (what reads the state), `t` and `written`:
 //
 //   U^T = S^T erased^T      D^T = weigh(U^T) T^T      S^T = decay(S^T) + place(D^T) written
