@@ -102,25 +102,8 @@ __device__ __forceinline__ void walk_init(WalkShared& s, const WalkArgs& args, c
 
 // ---- producer --------------------------------------------------------------------------------------------------
 
-// Of a chunk that hasn't all its tokens: rows of kGroups * 8 bf16 into a tile, zeros past the end; and back. Seldom enough to
-// be short rather than fast.
-template <int kGroups>
-__device__ __forceinline__ void copy_rows(uint32_t tile, const __nv_bfloat16* src, int64_t row_stride, int rows,
-                                          int thread) {
-#pragma unroll 1
-  for (int i = thread; i < kChunk * kGroups; i += kProducerThreads) {
-    const int row = i / kGroups, group = i % kGroups;
-    cp_async_16(tile + group_offset<kChunk>(row, group), src + row * row_stride + group * 8, row < rows);
-  }
-}
-__device__ __forceinline__ void store_rows(__nv_bfloat16* dst, int64_t row_stride, uint32_t tile, int rows,
-                                           int thread) {
-#pragma unroll 1
-  for (int i = thread; i < rows * 16; i += kProducerThreads)
-    st_global_16(dst + i / 16 * row_stride + i % 16 * 8, ld_shared_16(tile + group_offset<kChunk>(i / 16, i % 16)));
-}
-
-// Where a chunk has all its tokens one thread asks for whole tiles; else all threads copy rows.
+// Where a chunk has all its tokens one thread asks for whole tiles; else all threads copy rows, which is seldom enough to be
+// short rather than fast.
 template <typename Kind>
 __device__ __forceinline__ void produce(WalkShared& s, const WalkArgs& args, const Walk& walk, int thread) {
   const int tokens = args.plan.tokens_per_batch;
@@ -133,7 +116,8 @@ __device__ __forceinline__ void produce(WalkShared& s, const WalkArgs& args, con
     if (Kind::kOutput && done >= 0) {  // what this stage held last has been used, and its output lies in x
       const int chunk = walk.chunk(done, Kind::kForward), token = walk.token(chunk), rows = walk.rows(chunk);
       if (rows < kChunk) {
-        store_rows(args.out.row(token, tokens, walk.v_head), args.out.token_stride, smem_addr(stage.x), rows, thread);
+        store_output<16, kProducerThreads, 1>(smem_addr(stage.x), args.out.row(token, tokens, walk.v_head),
+                                              args.out.token_stride, rows, thread);
         bar_sync(kProducerBarrier, kProducerThreads);  // before thread 0 may have x filled
       } else if (thread == 0) {
         store_tile<2>(args.out_tiles, walk.v_head, token % tokens, token / tokens, smem_addr(stage.x));
@@ -147,12 +131,14 @@ __device__ __forceinline__ void produce(WalkShared& s, const WalkArgs& args, con
     if (rows < kChunk) {
       if (thread == 0) bulk_wait_read();
       bar_sync(kProducerBarrier, kProducerThreads);  // x has been stored
-      copy_rows<16>(k, args.k.row(token, tokens, walk.head), args.k.token_stride, rows, thread);
+      load_rows<16, kProducerThreads, 1>(k, args.k.row(token, tokens, walk.head), args.k.token_stride, rows, thread);
       if constexpr (Kind::kScores)
-        copy_rows<16>(q, args.q.row(token, tokens, walk.head), args.q.token_stride, rows, thread);
+        load_rows<16, kProducerThreads, 1>(q, args.q.row(token, tokens, walk.head), args.q.token_stride, rows, thread);
       if constexpr (Kind::kValues)
-        copy_rows<16>(x, args.x.row(token, tokens, walk.v_head), args.x.token_stride, rows, thread);
-      copy_rows<8>(t, args.t + (int64_t(walk.v_head) * args.plan.total + token) * kChunk, kChunk, rows, thread);
+        load_rows<16, kProducerThreads, 1>(x, args.x.row(token, tokens, walk.v_head), args.x.token_stride, rows,
+                                           thread);
+      load_rows<8, kProducerThreads, 1>(t, args.t + (int64_t(walk.v_head) * args.plan.total + token) * kChunk, kChunk,
+                                        rows, thread);
       cp_async_commit();
       cp_async_wait<0>();
       fence_proxy_async();
