@@ -1,7 +1,6 @@
 // The channel warpgroups of kda_out: dq, dk, dg, and dbeta of dead rows.
 #pragma once
 
-#include "cake/pipe.cuh"
 #include "kda_out_gates.cuh"
 
 namespace cake::kda {

@@ -1,7 +1,6 @@
 // The delta warpgroup of kda_out: D, and the gradients of the chunk's two matrices of pairs, a v head ahead of the channels.
 #pragma once
 
-#include "cake/pipe.cuh"
 #include "kda_out_shared.cuh"
 
 namespace cake::kda {

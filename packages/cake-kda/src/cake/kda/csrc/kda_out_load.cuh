@@ -1,21 +1,12 @@
 // The producer of kda_out: loads, and makes dv.
 #pragma once
 
-#include "cake/pipe.cuh"
 #include "kda_out_shared.cuh"
 
 namespace cake::kda {
 
-// A token tile from rows of 128 bf16; zeros past the end. A loop, and no more, for the sake of the kernel's size.
-__device__ __forceinline__ void load_tile(uint32_t tile, const __nv_bfloat16* src, int64_t row_stride, int rows,
-                                          int thread) {
-  int row = thread / 16;
-  tile += group_offset<kChunk>(row, thread % 16);
-  src += row * row_stride + thread % 16 * 8;
-#pragma unroll 2
-  for (int i = 0; i < 8; ++i, row += 8, tile += 8 * kPanelRowBytes, src += 8 * row_stride)
-    cp_async_16(tile, src, row < rows);
-}
+// Of loops over rows, which are short for the sake of the kernel's size.
+constexpr int kRowUnroll = 2;
 
 // A chunk's first row in a view.
 template <typename T>
@@ -28,20 +19,21 @@ __device__ __forceinline__ T* first_row(const View<T>& x, int batch, int token, 
   return x.data + place_of(x, batch, token, head);
 }
 
+__device__ __forceinline__ void load_tile(uint32_t tile, const View<const __nv_bfloat16>& x, int batch, int token,
+                                          int head, int rows, int thread) {
+  load_rows<16, 128, kRowUnroll>(tile, first_row(x, batch, token, head), x.token_stride, rows, thread);
+}
+
 // dv = beta Y.
 __device__ __forceinline__ void value_gradient(uint32_t y, const float* beta, __nv_bfloat16* dv, int64_t row_stride,
                                                int rows, int thread) {
   int row = thread / 16;
   y += group_offset<kChunk>(row, thread % 16);
   dv += row * row_stride + thread % 16 * 8;
-#pragma unroll 2
+#pragma unroll kRowUnroll
   for (int i = 0; i < 8; ++i, row += 8, y += 8 * kPanelRowBytes, dv += 8 * row_stride) {
     if (row >= rows) continue;
-    const uint4 x = ld_shared_16(y);
-    const float scale = beta[row];
-    *reinterpret_cast<uint4*>(dv) = make_uint4(
-        pack_bf16(scale * bf16_lo(x.x), scale * bf16_hi(x.x)), pack_bf16(scale * bf16_lo(x.y), scale * bf16_hi(x.y)),
-        pack_bf16(scale * bf16_lo(x.z), scale * bf16_hi(x.z)), pack_bf16(scale * bf16_lo(x.w), scale * bf16_hi(x.w)));
+    *reinterpret_cast<uint4*>(dv) = scaled(ld_shared_16(y), beta[row]);
   }
 }
 
@@ -78,11 +70,11 @@ __device__ __forceinline__ void out_produce(OutShared& s, const OutArgs& args, i
       mbar_wait(smem_addr(&s.s_empty), parity ^ 1);
       load_state(smem_addr(s.s), s.s_full, args.states, s_slot, v_heads, v_head, thread);
       mbar_wait(smem_addr(&s.v_empty), parity ^ 1);
-      load_tile(smem_addr(s.v), first_row(args.v, batch, token, v_head), args.v.token_stride, rows, thread);
+      load_tile(smem_addr(s.v), args.v, batch, token, v_head, rows, thread);
       cp_async_commit();
       mbar_wait(smem_addr(&s.grads_empty), parity ^ 1);
-      load_tile(smem_addr(s.y), args.rows(kDv, dv), args.results[kDv].token_stride, rows, thread);
-      load_tile(smem_addr(s.grad), first_row(args.grad, batch, token, v_head), args.grad.token_stride, rows, thread);
+      load_rows<16, 128, kRowUnroll>(smem_addr(s.y), args.rows(kDv, dv), args.results[kDv].token_stride, rows, thread);
+      load_tile(smem_addr(s.grad), args.grad, batch, token, v_head, rows, thread);
       cp_async_commit();
       if (thread < kChunk) {
         vectors.beta[thread] = beta;
@@ -121,8 +113,8 @@ __device__ __forceinline__ void out_produce(OutShared& s, const OutArgs& args, i
         norm = (thread < kChunk ? args.rq : args.rk)[head * int64_t(args.plan.total) + chunk.token + thread % kChunk];
       mbar_wait(smem_addr(&s.rows_empty), parity ^ 1);
       if (j == 0) {
-        load_tile(smem_addr(s.q), first_row(args.q, batch, token, head), args.q.token_stride, rows, thread);
-        load_tile(smem_addr(s.k), first_row(args.k, batch, token, head), args.k.token_stride, rows, thread);
+        load_tile(smem_addr(s.q), args.q, batch, token, head, rows, thread);
+        load_tile(smem_addr(s.k), args.k, batch, token, head, rows, thread);
       }
       (thread < kChunk ? s.rq : s.rk)[thread % kChunk] = norm;
       cp_async_commit();

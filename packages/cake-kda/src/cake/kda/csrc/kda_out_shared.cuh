@@ -1,6 +1,7 @@
 // What the roles of kda_out are given and what they share.
 #pragma once
 
+#include "cake/pipe.cuh"
 #include "cake/rows.cuh"
 #include "cake/seq.cuh"
 #include "kda_gate.cuh"

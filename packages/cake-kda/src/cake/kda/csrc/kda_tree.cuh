@@ -46,15 +46,6 @@ __device__ __forceinline__ void add(Sums& sums, const BlockSums& part, int block
   add(sums.q, part.q, block), add(sums.k, part.k, block), add(sums.b, part.b, block);
 }
 
-__device__ __forceinline__ void take(float (&part)[8], const float (&all)[32], int block) {
-#pragma unroll
-  for (int s = 0; s < 4; ++s) {
-    if (s != block) continue;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) part[i] = all[8 * s + i];
-  }
-}
-
 // b of all tokens, each thread's own: index 2 h + e.
 using Decays = float4[kOctets][kStripThreads];
 

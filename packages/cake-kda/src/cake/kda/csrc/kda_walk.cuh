@@ -122,7 +122,7 @@ __device__ __forceinline__ void produce(WalkShared<kHalves>& s, const WalkArgs& 
       const int before = walk.chunk(done, kForward), token = walk.token(before);
       __nv_bfloat16* out = kForward ? args.out.data + int64_t(token) * row_stride + walk.v_head * kHeadDim
                                     : args.out.row(token, tokens, walk.v_head);
-      store_output<kGroups>(smem_addr(stage.x), out + walk.channel, row_stride, walk.rows(before), thread);
+      store_output<kGroups, 128>(smem_addr(stage.x), out + walk.channel, row_stride, walk.rows(before), thread);
     }
     if (i < walk.chunks) {
       if constexpr (kValues)

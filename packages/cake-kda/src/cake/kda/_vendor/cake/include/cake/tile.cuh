@@ -34,8 +34,9 @@ __device__ __forceinline__ uint32_t pair_offset(int row, int column) {
 }
 
 // Starts the copy of `rows` rows of kGroups * 8 bf16 into a 64-row tile; rows past the end become zeros.
-// `thread` of kThreads consecutive threads; `row_stride` in elements.
-template <int kGroups, int kThreads>
+// `thread` of kThreads consecutive threads; `row_stride` in elements. `kUnroll`: copies to a turn of the loop, few where
+// the code has to be short.
+template <int kGroups, int kThreads, int kUnroll = kChunk * kGroups / kThreads>
 __device__ __forceinline__ void load_rows(uint32_t tile, const __nv_bfloat16* src, int64_t row_stride, int rows,
                                           int thread) {
   constexpr int kRowsAtOnce = kThreads / kGroups;
@@ -44,7 +45,7 @@ __device__ __forceinline__ void load_rows(uint32_t tile, const __nv_bfloat16* sr
   const int group = thread % kGroups;
   uint32_t dst = tile + group_offset<kChunk>(row, group);
   src += row * row_stride + group * 8;
-#pragma unroll
+#pragma unroll kUnroll
   for (int i = 0; i < kChunk / kRowsAtOnce; ++i) {
     cp_async_16(dst, src, row < rows);
     dst += kRowsAtOnce * kPanelRowBytes;

@@ -80,19 +80,20 @@ __device__ __forceinline__ Edges edges_of(const Args& args, const Walk& walk) {
                    : edges_of<kForward>(args.plan, walk, args.v_heads, args.edge_in, args.inner, args.edge_out);
 }
 
-// Sends the output that the state warps left in a stage's x to memory, rows of kGroups * 8 bf16. 128 threads; each moves the
-// 16-byte groups that it loads.
-template <int kGroups = 16>
-__device__ __forceinline__ void store_output(uint32_t x, __nv_bfloat16* out, int row_stride, int rows, int thread) {
-  constexpr int kRowsAtOnce = 128 / kGroups;
-  static_assert(kRowsAtOnce % 8 == 0, "a thread must keep its place in the swizzle");
+// Sends the output that the state warps left in a stage's x to memory, rows of kGroups * 8 bf16. kThreads threads, as in
+// load_rows; each moves the 16-byte groups that it loads.
+template <int kGroups, int kThreads, int kUnroll = kChunk * kGroups / (2 * kThreads), typename Stride>
+__device__ __forceinline__ void store_output(uint32_t x, __nv_bfloat16* out, Stride row_stride, int rows, int thread) {
+  constexpr int kRowsAtOnce = kThreads / kGroups;
+  static_assert(kRowsAtOnce % 4 == 0, "a thread must keep its place in the swizzle, or swap between two");
   int row = thread / kGroups;
   const int group = thread % kGroups;
   out += int64_t(row) * row_stride + group * 8;
   x += group_offset<kChunk>(row, group);
-#pragma unroll
+#pragma unroll kUnroll
   for (int i = 0; i < kChunk / kRowsAtOnce; i += 2) {
-    const uint4 a = ld_shared_16(x), b = ld_shared_16(x + kRowsAtOnce * kPanelRowBytes);
+    const uint32_t y = (kRowsAtOnce % 8 != 0 ? x ^ (4 << 4) : x) + kRowsAtOnce * kPanelRowBytes;
+    const uint4 a = ld_shared_16(x), b = ld_shared_16(y);
     if (row < rows) st_global_16(out, a);
     if (row + kRowsAtOnce < rows) st_global_16(out + kRowsAtOnce * row_stride, b);
     row += 2 * kRowsAtOnce, out += 2 * kRowsAtOnce * row_stride, x += 2 * kRowsAtOnce * kPanelRowBytes;
