@@ -15,9 +15,7 @@ __device__ __forceinline__ float trace(const float (&acc)[32], const Lane& me) {
       const int h = c & 1;
       if (me.row(h) == me.column(c) + i) sum += acc[4 * c + 2 * h + i];
     }
-#pragma unroll
-  for (int d = 16; d >= 1; d >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, d);
-  return sum;
+  return warp_sum(sum);
 }
 
 __device__ __forceinline__ void out_query(OutShared& s, const OutArgs& args, int thread) {

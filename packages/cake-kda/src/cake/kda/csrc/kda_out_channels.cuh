@@ -178,8 +178,7 @@ __device__ __forceinline__ void dead_rows(OutShared& s, const OutVectors& vector
         sum = fmaf(pair, tree.rk[i] * k_i * tree.rk[row] * k_j * ex2(b_i[h] - b_j[c]), sum);
       }
     }
-#pragma unroll
-    for (int d = 16; d >= 1; d >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, d);
+    sum = warp_sum(sum);
     if (me.lane == 0) s.dead_dots[me.thread >> 5][i] = sum;
   }
 }

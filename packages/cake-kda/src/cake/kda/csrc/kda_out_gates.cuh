@@ -197,9 +197,8 @@ __device__ __forceinline__ void finish_gates(OutShared& s, const OutArgs& args, 
     const float sum = row_sum(sums.bias[h]);
     if (me.t == 0) row[1 + me.channel(h)] = sum;
   }
-#pragma unroll
-  for (int n = 16; n >= 1; n >>= 1) sums.a_log += __shfl_xor_sync(0xffffffffu, sums.a_log, n);
-  if (me.lane == 0) s.a_log[me.thread >> 5] = sums.a_log;
+  const float a_log = warp_sum(sums.a_log);
+  if (me.lane == 0) s.a_log[me.thread >> 5] = a_log;
 }
 
 }  // namespace cake::kda

@@ -24,9 +24,7 @@ static __global__ void __launch_bounds__(kReduceThreads)
   sums[warp][lane] = sum;
   __syncthreads();
   // A warp to a column.
-  sum = sums[lane][warp];
-#pragma unroll
-  for (int d = 16; d >= 1; d >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, d);
+  sum = warp_sum(sums[lane][warp]);
   const int mine = blockIdx.y * kReduceColumns + warp;
   if (lane != 0 || mine >= kPartial) return;
   if (mine == 0) a_log[v_head] = sum;

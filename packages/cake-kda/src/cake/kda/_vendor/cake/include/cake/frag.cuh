@@ -87,6 +87,13 @@ __device__ __forceinline__ float row_sum(float x) {
   return x;
 }
 
+// Sum over the warp; every lane gets it.
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+  for (int d = 16; d >= 1; d >>= 1) x += __shfl_xor_sync(0xffffffffu, x, d);
+  return x;
+}
+
 // All of a token tile's rows of this warp.
 __device__ __forceinline__ void load_frags(uint32_t (&f)[8][4], uint32_t tile, int row0, int lane) {
 #pragma unroll
