@@ -10,8 +10,9 @@ void gdn_scan(TensorView q, TensorView k, TensorView v, TensorView beta, TensorV
               Optional<TensorView> entering, Optional<TensorView> o, Optional<TensorView> final_state,
               Optional<TensorView> states, bool edge_slots, double scale, bool l2norm, int64_t stream) {
   DeviceGuard guard(q.device().device_id);
-  const WalkArgs args = walk_args(q, k, v, beta, plan, n, sequences, entering.has_value(), chunk_capacity, t, b, rk,
-                                  initial_state, entering, o, final_state, states, edge_slots, scale, l2norm);
+  const WalkArgs args =
+      walk_args(o.has_value() ? q : Optional<TensorView>{}, k, v, beta, plan, n, sequences, entering.has_value(),
+                chunk_capacity, t, b, rk, initial_state, entering, o, final_state, states, edge_slots, scale, l2norm);
   if (o.has_value()) dense_bf16(o.value(), "o", {v.size(0), v.size(1), v.size(2), kHeadDim});
   const auto kernel = o.has_value() ? (states.has_value() ? scan_kernel<true, true> : scan_kernel<true, false>)
                                     : (states.has_value() ? scan_kernel<false, true> : scan_kernel<false, false>);

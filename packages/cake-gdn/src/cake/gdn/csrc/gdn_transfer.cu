@@ -18,7 +18,7 @@ void gdn_transfer(TensorView k, TensorView v, TensorView beta, TensorView plan, 
                   TensorView out, TensorView m, TensorView live, Optional<double> least, int64_t stream) {
   DeviceGuard guard(k.device().device_id);
   TransferArgs args{};
-  args.walk = walk_args(k, k, v, beta, plan, n, sequences, true, chunk_capacity, t, b, rk, initial_state, {}, {}, {},
+  args.walk = walk_args({}, k, v, beta, plan, n, sequences, true, chunk_capacity, t, b, rk, initial_state, {}, {}, {},
                         {}, true, 1.0, true);
   const int64_t v_heads = args.walk.v_heads;
   args.walk.edge_out = dense_f32(out, "b", {n, v_heads, kHeadDim, kHeadDim});
