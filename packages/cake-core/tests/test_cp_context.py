@@ -65,6 +65,11 @@ class TestBuild:
         assert (context.cu_seqlens.dtype, context.cu_seqlens.device) == (torch.int32, CPU)
         assert context.cu_seqlens is context.cu_seqlens
 
+    def test_boundaries_on_the_host_are_there_whatever_the_default_device(self):
+        with torch.device("meta"):
+            context = build_kcp_context([0, 3, 10])
+            assert context.cu_seqlens_cpu.device == context.cu_seqlens.device == CPU
+
     def test_the_kernel_size(self, world):
         world(1, 2)
         sizes = [build_kcp_context([0, 8], conv_kernel_size=size).conv[0].tokens for size in (1, 2, 4, 9)]

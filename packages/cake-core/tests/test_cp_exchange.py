@@ -19,9 +19,9 @@ class _OnGpu(Exchange):
 def exchanged(group, kinds, digests, gpu):
     rank = dist.get_rank(group)
     kind = _OnGpu if gpu else Exchange
-    exchange = kind(
-        kinds[rank], 2, 3, 128, digests[rank], torch.device("cpu"), group, collective=True, tagged=True
-    )
+    cpu = torch.device("cpu")
+    with torch.device("meta"):  # a default device is nobody's concern here
+        exchange = kind(kinds[rank], 2, 3, 128, digests[rank], cpu, group, collective=True, tagged=True)
     exchange.tiles()[1] = rank + 1
     exchange.start()
     tiles = exchange.wait()

@@ -81,7 +81,7 @@ class KcpContext:
         """`boundaries` as int32 on the CPU, for other layers."""
         import torch
 
-        return torch.tensor(self.boundaries, dtype=torch.int32)
+        return torch.tensor(self.boundaries, dtype=torch.int32, device="cpu")
 
     @cached_property
     def cu_seqlens(self) -> torch.Tensor:

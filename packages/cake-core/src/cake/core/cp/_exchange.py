@@ -64,7 +64,7 @@ class Exchange:
         self._tag = float(digest % (_DIGITS // 2) * 2 + KINDS.index(kind))
         if self._tagged and self._on_cpu:
             tag = (KINDS.index(kind), digest % _DIGITS, digest // _DIGITS, tiles)
-            self._message[:, -_TAG:] = torch.tensor(tag, dtype=torch.float32)
+            self._message[:, -_TAG:] = torch.tensor(tag, dtype=torch.float32, device=device)
         elif self._tagged:
             self._message[:, -_TAG:].fill_(self._tag)
         self._gathered = self._message
