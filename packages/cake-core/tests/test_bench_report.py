@@ -76,13 +76,14 @@ def test_table_has_a_line_per_arm_and_mode_with_forward_times_joined():
         row("gdn", SHAPE, "fwd", "cake-det", None, gpu_ms=0.5, wall_ms=0.75),
         row("gdn", SHAPE, "fwd", "flashqla", None, gpu_ms=0.6, wall_ms=1.5),
         row("gdn", SHAPE, "fwd+bwd", "cake-det", "save", gpu_ms=4.25, wall_ms=4.5, host_us=321.4,
-            host_one_thread_us=123.4, peak_bytes=2_500_000_000, saved_bytes=1_000_000_000),
+            host_one_thread_us=123.4, host_in_a_row_us=98.7, peak_bytes=2_500_000_000,
+            saved_bytes=1_000_000_000),
         row("gdn", SHAPE, "fwd+bwd", "cake-det", "recompute", gpu_ms=4.75, wall_ms=5.0),
         row("gdn", SHAPE, "fwd+bwd", "floor", "save", gpu_ms=1.25),
     ]  # fmt: skip
     lines = text(table(Results(rows=rows))).splitlines()
     (save,) = [line for line in lines if "cake-det" in line and "save" in line]
-    for word in ("M", "16,48", "0.500 / 0.750", "4.250 / 4.500", "321", "123", "2500.0", "1000.0"):
+    for word in ("M", "16,48", "0.500 / 0.750", "4.250 / 4.500", "321", "123", "99", "2500.0", "1000.0"):
         assert word in save
     (recompute,) = [line for line in lines if "recompute" in line]
     assert "4.750 / 5.000" in recompute

@@ -16,7 +16,7 @@ SMALL = Shape("small", (1, 2), (3, 0, 5))
 LARGE = Shape("large", (2, 4), (40,))
 KEYS = [
     "op", "shape", "heads", "lengths", "pass", "arm", "mode",
-    "gpu_ms", "wall_ms", "host_us", "host_one_thread_us", "peak_bytes", "saved_bytes",
+    "gpu_ms", "wall_ms", "host_us", "host_one_thread_us", "host_in_a_row_us", "peak_bytes", "saved_bytes",
 ]  # fmt: skip
 
 
@@ -124,8 +124,8 @@ def test_profiles_run_after_all_samples_and_are_grouped_by_kernel():
     meter = CountingMeter()
     results = runner(bench(arm(), arm("other", peer=True)), passes=("bwd",), meter=meter).run()
     measured = [word for word in meter.log if word != "synchronize"]
-    # Six of them in one thread.
-    assert measured == ["sample"] * 16 + ["peak", "kernels", "kernels"] * 2
+    # Six of them in one thread, and eight in a row.
+    assert measured == ["sample"] * 24 + ["peak", "kernels", "kernels"] * 2
     mine = [entry for entry in results.kernels if entry["arm"] == "own"]
     assert [(k["name"], k["calls"], k["gpu_ms"]) for k in mine] == [("scan", 2, 3.0), ("prep", 1, 0.5)]
     assert set(mine[0]) == {"op", "shape", "pass", "arm", "mode", "name", "calls", "gpu_ms"}
@@ -150,8 +150,9 @@ def test_passes_run_what_they_say():
         del seen[:]
         runner(bench(arm(call=call)), passes=(name,), samples=1, warmups=0, profiles=0).run()
         which[name] = seen[1:]
-    # After the check: one sample, with a backward another one in one thread, and one peak, each a forward.
-    assert which == {"fwd": [False] * 2, "fwd_train": [True] * 2, "bwd": [True] * 3, "fwd+bwd": [True] * 3}
+    # After the check: one sample, with a backward another one in one thread, two in a row, and one peak, each
+    # a forward.
+    assert which == {"fwd": [False] * 4, "fwd_train": [True] * 4, "bwd": [True] * 5, "fwd+bwd": [True] * 5}
 
 
 def test_saved_bytes_count_each_piece_of_memory_once_and_no_input():
@@ -401,6 +402,16 @@ def test_one_thread_is_the_engines_own_no_longer():
 
     meter.sample = sample
     (row,) = rows_of(runner(bench(arm()), passes=("bwd",), meter=meter).run(), arm="own")
-    assert seen == [True] * 5 + [False] * 3
+    assert seen == [True] * 5 + [False] * 7
     assert (row["host_us"], row["host_one_thread_us"]) == (10.0, 10.0)
     assert torch._C._is_multithreading_enabled()
+
+
+def test_in_a_row_an_arms_calls_follow_one_another():
+    contenders = [Contender(arm(name), None, product) for name in ("own", "other")]
+    meter = CountingMeter()
+    own, other = measure("fwd", inputs(SMALL, CPU, 0), contenders, meter, warmups=2, samples=3, profiles=0)
+    # Ten samples in turn came before; the first one in a row isn't counted.
+    assert own.hosts_in_a_row == [120.0, 130.0, 140.0]
+    assert other.hosts_in_a_row == [160.0, 170.0, 180.0]
+    assert (own.host_in_a_row_us, own.host_one_thread_us) == (130.0, None)

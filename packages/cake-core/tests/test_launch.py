@@ -7,7 +7,7 @@ import contextlib
 import pytest
 import torch
 
-from cake.core.launch import ALIGNMENT, is_aligned, loadable, running_on
+from cake.core.launch import ALIGNMENT, allocator, is_aligned, loadable, running_on
 
 
 def test_alignment() -> None:
@@ -31,6 +31,40 @@ def test_a_copy_only_where_one_is_needed() -> None:
         made = loadable(view)
         assert made.is_contiguous()
         assert torch.equal(made, view)
+
+
+def check_allocator(device: torch.device) -> None:
+    for size, strides in (((3, 4), (4, 1)), ((3, 4), (1, 3)), ((0, 4), (4, 1)), ((), ())):
+        for dtype in (torch.bfloat16, torch.float32, torch.uint8):
+            x = allocator(device)(size, strides, dtype)
+            assert (x.shape, x.stride(), x.dtype, x.device) == (size, strides, dtype, device)
+            assert not x.requires_grad
+            assert x.data_ptr() % ALIGNMENT == 0
+
+
+def test_allocator() -> None:
+    check_allocator(torch.device("cpu"))
+    with torch.inference_mode():
+        assert allocator(torch.device("cpu"))((2,), (1,), torch.float32).is_inference()
+
+
+@pytest.mark.gpu
+def test_allocator_of_the_current_gpu() -> None:
+    check_allocator(torch.device("cuda", torch.cuda.current_device()))
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):  # the stream's own memory
+        x = allocator(torch.device("cuda", torch.cuda.current_device()))((2,), (1,), torch.float32)
+    before = x.data_ptr()
+    del x
+    assert torch.empty(2, device="cuda").data_ptr() != before
+
+
+@pytest.mark.gpu
+def test_allocator_of_another_gpu() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    with torch.cuda.device(1):
+        check_allocator(torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

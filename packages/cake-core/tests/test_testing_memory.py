@@ -3,6 +3,7 @@ import threading
 import pytest
 import torch
 
+from cake.core.launch import allocator
 from cake.core.testing import (
     assert_bitwise_equal,
     end_of_allocation,
@@ -20,24 +21,25 @@ ALLOCATORS = {
     "empty_strided": lambda dtype: torch.empty_strided((3, 4), (4, 1), dtype=dtype),
     "new_empty": lambda dtype: torch.zeros(1, dtype=dtype).new_empty(3, 4),
     "new_empty_strided": lambda dtype: torch.zeros(1, dtype=dtype).new_empty_strided((3, 4), (4, 1)),
+    "of recordings": lambda dtype: allocator(torch.device("cpu"))((3, 4), (4, 1), dtype),
 }
 
 
-@pytest.mark.parametrize("allocator", ALLOCATORS)
+@pytest.mark.parametrize("name", ALLOCATORS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.complex64])
-def test_every_allocator_gives_nan(allocator, dtype):
+def test_every_allocator_gives_nan(name, dtype):
     with poisoned_empty():
-        x = ALLOCATORS[allocator](dtype)
+        x = ALLOCATORS[name](dtype)
     assert x.dtype is dtype
     x = torch.view_as_real(x) if x.is_complex() else x.float()
     assert x.isnan().all()
 
 
-@pytest.mark.parametrize("allocator", ALLOCATORS)
+@pytest.mark.parametrize("name", ALLOCATORS)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8])
-def test_every_allocator_gives_the_largest_integer(allocator, dtype):
+def test_every_allocator_gives_the_largest_integer(name, dtype):
     with poisoned_empty():
-        x = ALLOCATORS[allocator](dtype)
+        x = ALLOCATORS[name](dtype)
     assert (x == torch.iinfo(dtype).max).all()
 
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cake.core import loader, workspace
-from cake.core.launch import stream_of
+from cake.core.launch import allocator, stream_of
 
 __all__ = [
     "Otherwise",
@@ -180,14 +180,12 @@ class Recording:
     epoch: of the loader (`loader.epoch`) whose library plays it; in another one a call records again.
     given: extents of the tensors that it was made of.
     results: how many.
-    bytes_like: an empty tensor of bytes.
     casts: results that are wanted in another dtype, and that.
     dense: which of the given tensors the stages want to be contiguous.
     tape: pieces of the tape, as the stages numbered them; None in place of what isn't there.
     tape_bytes, scratch_bytes: None where there is none of it.
-    parts: of each part of the launches the results that are allocated before it, and what plays it. A result
-        is (index, an empty tensor of its dtype, shape): asking a tensor for new memory takes half the time of
-        `torch.empty`.
+    parts: of each part of the launches the results that are allocated before it, as (index, shape, strides,
+        dtype), and what plays it.
     """
 
     epoch: int
@@ -196,7 +194,6 @@ class Recording:
     role: str
     device: torch.device
     results: int
-    bytes_like: torch.Tensor
     casts: tuple[tuple[int, torch.dtype], ...]
     dense: tuple[int, ...]
     tape: tuple[Piece | None, ...]
@@ -219,20 +216,19 @@ class Recording:
             if not given[i].is_contiguous():
                 given = tuple([x.contiguous() if j in self.dense else x for j, x in enumerate(given)])
                 break
-        bytes_like, tape, scratch = self.bytes_like, None, None
+        allocate, tape, scratch = allocator(self.device), None, None
         if self.tape_bytes is not None:
-            tape = bytes_like.new_empty(self.tape_bytes)
+            tape = allocate((self.tape_bytes,), (1,), torch.uint8)
         if self.scratch_bytes is not None:
             if workspace.pooled():
-                size, device = (self.scratch_bytes,), bytes_like.device
-                scratch = workspace.take(self.op, self.role, size, torch.uint8, device)
+                scratch = workspace.take(self.op, self.role, (self.scratch_bytes,), torch.uint8, self.device)
             else:
-                scratch = bytes_like.new_empty(self.scratch_bytes)
+                scratch = allocate((self.scratch_bytes,), (1,), torch.uint8)
         made: list[Any] = [None] * self.results
         stream = stream_of(self.device)
         for results, entry in self.parts:
-            for i, like, shape in results:
-                made[i] = like.new_empty(shape)
+            for i, shape, strides, dtype in results:
+                made[i] = allocate(shape, strides, dtype)
             wrong = entry(*given, *made, tape, scratch, stream)
             if wrong is not None:
                 raise Otherwise(wrong)
@@ -343,9 +339,7 @@ def record(
     for launches, due in ((calls[:first], soon), (calls[first:], to_make.keys() - soon))[not first :]:
         # What the first part has checked isn't checked again.
         checks = ([()] * n if parts else checked) + unchecked
-        made = [
-            (i, torch.empty(0, dtype=x.dtype, device=device), x.shape) for i, x in to_make.items() if i in due
-        ]
+        made = [(i, x.shape, _contiguous(x.shape), x.dtype) for i, x in to_make.items() if i in due]
         entry = make(_DEVICES[device.type], device.index or 0, checks, views, launches)
         parts.append((tuple(made), entry))
 
@@ -356,7 +350,6 @@ def record(
         role=role,
         device=device,
         results=len(results),
-        bytes_like=torch.empty(0, dtype=torch.uint8, device=device),
         casts=tuple(
             (i, dtype)
             for i, (x, dtype) in enumerate(zip(results, dtypes, strict=False))
@@ -382,3 +375,11 @@ def _arranged(pieces: Sequence[StandIn]) -> tuple[list[tuple[StandIn, int]], int
         placed.append((x, end))
         end += x.extents.nbytes
     return placed, end
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor."""
+    strides = [1] * len(shape)
+    for i in reversed(range(len(shape) - 1)):
+        strides[i] = strides[i + 1] * max(shape[i + 1], 1)
+    return tuple(strides)

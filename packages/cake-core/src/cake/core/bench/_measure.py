@@ -50,6 +50,8 @@ class Measurement:
     hosts: list[float] = field(default_factory=list)
     #: Of samples of their own, with autograd's engine in the calling thread.
     hosts_in_one_thread: list[float] = field(default_factory=list)
+    #: The same, the contender's calls one behind another.
+    hosts_in_a_row: list[float] = field(default_factory=list)
     #: One list of (name, ms) per profiled run.
     profiles: list[list[tuple[str, float]]] = field(default_factory=list)
     peak_bytes: int | None = None
@@ -72,6 +74,11 @@ class Measurement:
     def host_one_thread_us(self) -> float | None:
         """Median; None for a forward, and where device and host are one."""
         return statistics.median(self.hosts_in_one_thread) if self.hosts_in_one_thread else None
+
+    @property
+    def host_in_a_row_us(self) -> float | None:
+        """Median; None where device and host are one."""
+        return statistics.median(self.hosts_in_a_row) if self.hosts_in_a_row else None
 
     @property
     def gpu_ms(self) -> float | None:
@@ -121,6 +128,7 @@ def measure(
                         measurement.hosts += [] if host is None else [host]
         if which in ("bwd", "fwd+bwd"):
             _in_one_thread(turns, order, meter, samples)
+        _in_a_row(turns, meter, samples)
         for measurement, (prepare, run) in turns:
             if measurement.error is None:
                 _profile(measurement, prepare, run, meter, profiles)
@@ -144,6 +152,20 @@ def _in_one_thread(
                     with _attempt(measurement) as wanted:
                         host = meter.sample(prepare, run)[1] if wanted else None
                         measurement.hosts_in_one_thread += [] if host is None else [host]
+
+
+def _in_a_row(
+    turns: Sequence[tuple[Measurement, tuple[Callable[[], Any], Callable[[Any], Any]]]],
+    meter: Meter,
+    samples: int,
+) -> None:
+    """The host's time where its caches hold a call's own code: what the call itself takes, in one thread."""
+    with torch.autograd.set_multithreading_enabled(False):
+        for measurement, (prepare, run) in turns:
+            if measurement.hosts:
+                with _attempt(measurement) as wanted:
+                    hosts = [meter.sample(prepare, run)[1] for _ in range(samples + 1)] if wanted else []
+                    measurement.hosts_in_a_row = [host for host in hosts[1:] if host is not None]
 
 
 def _profile(

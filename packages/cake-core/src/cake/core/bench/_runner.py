@@ -278,6 +278,7 @@ def record(
         wall_ms=measurement.wall_ms,
         host_us=measurement.host_us,
         host_one_thread_us=measurement.host_one_thread_us,
+        host_in_a_row_us=measurement.host_in_a_row_us,
         peak_bytes=measurement.peak_bytes,
         saved_bytes=None if which == "fwd" else contender.saved_bytes,
     )
@@ -324,6 +325,7 @@ def row(
     wall_ms: float | None = None,
     host_us: float | None = None,
     host_one_thread_us: float | None = None,
+    host_in_a_row_us: float | None = None,
     peak_bytes: int | None = None,
     saved_bytes: int | None = None,
 ) -> dict[str, Any]:
@@ -340,6 +342,7 @@ def row(
         "wall_ms": wall_ms,
         "host_us": host_us,
         "host_one_thread_us": host_one_thread_us,
+        "host_in_a_row_us": host_in_a_row_us,
         "peak_bytes": peak_bytes,
         "saved_bytes": saved_bytes,
     }

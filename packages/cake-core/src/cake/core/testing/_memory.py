@@ -18,6 +18,8 @@ _ALLOCATORS: tuple[tuple[Any, str], ...] = (
     (torch, "empty_strided"),
     (torch.Tensor, "new_empty"),
     (torch.Tensor, "new_empty_strided"),
+    (torch._C._dynamo.guards, "_empty_strided_cpu"),
+    (torch._C._dynamo.guards, "_empty_strided_cuda"),
 )
 _GUARD_BYTES = 4096
 
@@ -26,11 +28,12 @@ _GUARD_BYTES = 4096
 def poisoned_empty() -> Iterator[None]:
     """Within this context uninitialised memory is filled with values that show when they are used.
 
-    ``torch.empty``, ``torch.empty_like``, ``torch.empty_strided``, ``Tensor.new_empty`` and
-    ``Tensor.new_empty_strided`` fill floating-point tensors with NaN and integer ones with the largest value
-    of their type (an index that no tensor has); so does ``cake.core.workspace`` with a buffer that it hands
-    out again. It holds for every thread of the process, so also for a backward's. Allocations made inside
-    PyTorch's own C++ operators, and functions imported by name before (``from torch import empty``), are not
+    ``torch.empty``, ``torch.empty_like``, ``torch.empty_strided``, ``Tensor.new_empty``,
+    ``Tensor.new_empty_strided`` and what recordings and compiled code allocate with fill floating-point
+    tensors with NaN and integer ones with the largest value of their type (an index that no tensor has); so
+    does ``cake.core.workspace`` with a buffer that it hands out again. It holds for every thread of the
+    process, so also for a backward's. Allocations made inside PyTorch's own C++ operators, and functions
+    imported by name before (``from torch import empty``), are not
     seen.
     """
     on_reuse = workspace.POOLS.on_reuse
