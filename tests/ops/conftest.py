@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -74,7 +74,7 @@ OPS = {spec.name: _op(spec.name) for spec in ops() if (PACKAGES / f"cake-{spec.n
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`tape`: arguments that say what a forward keeps for its backward, each way that the op has."""
+    """`op`: every one. `tape`: arguments for what a forward keeps for its backward, each that the op has."""
     if "tape" in metafunc.fixturenames:
         tapes = [
             pytest.param(name, tape, id=f"{name}-{kept}")
@@ -82,6 +82,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             for kept, tape in op.own.TAPES.items()
         ]
         metafunc.parametrize(("op", "tape"), tapes, indirect=["op"])
+    elif not any("op" in _names(mark.args[0]) for mark in metafunc.definition.iter_markers("parametrize")):
+        metafunc.parametrize("op", list(OPS), indirect=True)
+
+
+def _names(given: str | Sequence[str]) -> Sequence[str]:
+    """Of a parametrization's arguments."""
+    return given.replace(" ", "").split(",") if isinstance(given, str) else given
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -94,7 +101,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items[:] = [item for item in items if known(item)]
 
 
-@pytest.fixture(params=list(OPS))
+@pytest.fixture
 def op(request: pytest.FixtureRequest) -> Op:
     return OPS[request.param]
 

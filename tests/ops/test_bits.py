@@ -12,7 +12,6 @@ import torch
 
 from cake.core import config, workspace
 from cake.core.testing import assert_bitwise_equal, poisoned_empty
-from cake.gdn import chunk_gated_delta_rule
 
 SHAPES = [((130, 1, 0, 200), (1, 2)), ((64, 64), (2, 4)), ((33,), (3, 3))]
 
@@ -26,9 +25,10 @@ def zero_at_chunk_ends(case):
 
 
 @pytest.mark.parametrize("gate", ["ordinary", "zero at chunk ends"])
-def test_repeats(make, call, assert_same_bits, device, gate):
+def test_repeats(op, make, call, assert_same_bits, device, gate):
     gpu = device.type == "cuda"
-    case = make((4096,) if gpu else (200, 130), heads=(16, 48) if gpu else (1, 3))
+    many = (16, 48) if op.name == "gdn" else (8, 8)
+    case = make((4096,) if gpu else (200, 130), heads=many if gpu else (1, 3))
     case = case if gate == "ordinary" else zero_at_chunk_ends(case)
     first = call(case)
     for _ in range(50 if gpu else 5):
@@ -40,34 +40,34 @@ def test_repeats(make, call, assert_same_bits, device, gate):
 
 @pytest.mark.parametrize(("lengths", "heads"), SHAPES, ids=str)
 @pytest.mark.parametrize("state", [True, False], ids=["state", "no-state"])
-def test_saved_is_recomputed(make, call, assert_same_bits, lengths, heads, state):
+def test_whatever_is_kept(op, make, call, assert_same_bits, lengths, heads, state):
     case = make(lengths, heads=heads, state=state)
     saved = call(case, recompute_state=False)
-    with poisoned_empty():
-        assert_same_bits(call(case, recompute_state=True), saved)
+    for tape in op.own.TAPES.values():
+        with poisoned_empty():
+            assert_same_bits(call(case, **tape), saved)
 
 
-@pytest.mark.parametrize("recompute", [False, True], ids=["save", "recompute"])
-def test_with_a_pool(make, call, assert_same_bits, recompute):
+def test_with_a_pool(make, call, assert_same_bits, tape):
     cases = [make(lengths, heads=heads, seed=i) for i, (lengths, heads) in enumerate(SHAPES)]
-    without = [call(case, recompute_state=recompute) for case in cases]
+    without = [call(case, **tape) for case in cases]
     hits = workspace.stats().hits
     with config.temporary(cake_workspace_pool_bytes=1 << 30):
         for _ in range(2):
             for case, expected in zip(cases, without, strict=True):
                 with poisoned_empty():
-                    assert_same_bits(call(case, recompute_state=recompute), expected)
+                    assert_same_bits(call(case, **tape), expected)
         assert workspace.stats().hits > hits
         assert workspace.release() > 0
 
 
-def test_with_a_pool_and_two_live_graphs(make):
+def test_with_a_pool_and_two_live_graphs(op, make):
     # The second forward must not take over what the first one's backward still needs.
     cases = [make((130,), seed=i) for i in range(2)]
 
     def forward(case):
         inputs = [x.detach().requires_grad_() for x in (case.q, case.k, case.v)]
-        return inputs, chunk_gated_delta_rule(*inputs, case.g, case.beta)[0]
+        return inputs, op.chunk(*inputs, case.g, case.beta)[0]
 
     expected = [torch.autograd.grad(o, inputs, case.do) for case in cases for inputs, o in [forward(case)]]
     with config.temporary(cake_workspace_pool_bytes=1 << 30):
@@ -83,7 +83,7 @@ def test_with_a_pool_and_two_live_graphs(make):
                 assert_bitwise_equal(name, a, b)
 
 
-def test_threads(make, call, assert_same_bits):
+def test_threads(op, make, call, assert_same_bits):
     cases = [make((130, 65), seed=i) for i in range(4)]
     expected = [call(case) for case in cases]
     with ThreadPoolExecutor(4) as pool:
@@ -93,14 +93,15 @@ def test_threads(make, call, assert_same_bits):
 
 PROCESS = """
 import hashlib, sys, torch
-from cake.gdn import chunk_gated_delta_rule
-device = sys.argv[1]
+from cake.core import entry
+device, op, name = sys.argv[1:]
 random = torch.Generator().manual_seed(5)
 draw = lambda *shape: torch.randn(shape, generator=random)
 q, k, v = (draw(1, 135, h, 128).bfloat16().to(device).requires_grad_() for h in (2, 2, 4))
-g, beta = (-draw(1, 135, 4).abs()).to(device).requires_grad_(), draw(1, 135, 4).sigmoid().to(device)
-o, final = chunk_gated_delta_rule(q, k, v, g, beta, output_final_state=True, use_qk_l2norm_in_kernel=True,
-                                  cu_seqlens_cpu=[0, 70, 135])
+g = draw(1, 135, 4) if op == "gdn" else draw(1, 135, 4, 128)
+g, beta = (-g.abs()).to(device).requires_grad_(), draw(1, 135, 4).sigmoid().to(device)
+o, final = entry(op, name)(q, k, v, g, beta, output_final_state=True, use_qk_l2norm_in_kernel=True,
+                           cu_seqlens_cpu=[0, 70, 135])
 (o.float().square().sum() + final.square().sum()).backward()
 digest = hashlib.sha256()
 for x in (o, final, q.grad, k.grad, v.grad, g.grad):
@@ -109,14 +110,9 @@ print(digest.hexdigest())
 """
 
 
-@pytest.mark.slow
-def test_processes(device):
-    digests = {
-        subprocess.run(
-            [sys.executable, "-c", PROCESS, str(device)], capture_output=True, text=True, check=True
-        ).stdout
-        for _ in range(2)
-    }
+def test_processes(op, device):
+    command = [sys.executable, "-c", PROCESS, str(device), op.name, op.chunk.__name__]
+    digests = {subprocess.run(command, capture_output=True, text=True, check=True).stdout for _ in range(2)}
     assert len(digests) == 1
     assert len(digests.pop().strip()) == hashlib.sha256().digest_size * 2
 

@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-
 import pytest
 import torch
 
 from cake.core.testing import assert_bitwise_equal, spread_view
-from cake.kda import _autograd, _stages, chunk_kda
 
 NAMES = ("q", "k", "v", "g", "beta", "initial_state")
-TAPES = ({}, {"recompute_state": True}, {"disable_recompute": True})
 
 
 def leaves(case, *wanted):
     return {name: x.detach().requires_grad_(name in wanted) for name, x in case.tensors().items()}
 
 
-def run(case, tensors, *, final=True, **arguments):
-    return chunk_kda(
-        **tensors,
-        output_final_state=final,
-        use_qk_l2norm_in_kernel=case.l2norm,
-        cu_seqlens_cpu=case.boundaries,
-        **arguments,
-    )
+@pytest.fixture
+def run(op):
+    def chunk(case, tensors, *, final=True, **arguments):
+        return op.chunk(
+            **tensors,
+            output_final_state=final,
+            use_qk_l2norm_in_kernel=case.l2norm,
+            cu_seqlens_cpu=case.boundaries,
+            **arguments,
+        )
+
+    return chunk
 
 
 def test_loss_on_the_final_state_alone(make, call, assert_accurate):
@@ -57,9 +57,8 @@ def test_the_same_state_gradient_of_zero_changes_no_value(make, call):
         assert torch.equal(zero[name], without[name]), name
 
 
-@pytest.mark.parametrize("tape", TAPES, ids=["states", "inputs", "all"])
 @pytest.mark.parametrize("wanted", NAMES)
-def test_one_input_alone(make, wanted, tape):
+def test_one_input_alone(run, make, wanted, tape):
     case = make((65, 20))
     every, one = leaves(case, *NAMES), leaves(case, wanted)
     for tensors in (every, one):
@@ -69,7 +68,7 @@ def test_one_input_alone(make, wanted, tape):
     assert [name for name, x in one.items() if x.grad is not None] == [wanted]
 
 
-def test_gradients_look_like_their_inputs(make):
+def test_gradients_look_like_their_inputs(run, make):
     case = make((65, 20), beta_dtype=torch.bfloat16, g_dtype=torch.bfloat16)
     tensors = leaves(case, *NAMES)
     o, ht = run(case, tensors)
@@ -80,8 +79,7 @@ def test_gradients_look_like_their_inputs(make):
         assert x.grad.device == x.device, name
 
 
-@pytest.mark.parametrize("tape", TAPES, ids=["states", "inputs", "all"])
-def test_backward_twice(make, tape):
+def test_backward_twice(run, make, tape):
     case = make((65, 20))
     tensors = leaves(case, *NAMES)
     o, ht = run(case, tensors, **tape)
@@ -92,7 +90,7 @@ def test_backward_twice(make, tape):
         assert_bitwise_equal(name, a, b)
 
 
-def test_without_grad_there_is_no_graph(make):
+def test_without_grad_there_is_no_graph(run, make):
     case = make((65, 20))
     tensors = leaves(case, *NAMES)
     with torch.no_grad():
@@ -104,7 +102,7 @@ def test_without_grad_there_is_no_graph(make):
     assert not ht.requires_grad
 
 
-def test_no_second_derivative(make):
+def test_no_second_derivative(run, make):
     case = make((20,))
     tensors = leaves(case, *NAMES)
     o, _ = run(case, tensors)
@@ -114,13 +112,13 @@ def test_no_second_derivative(make):
 
 
 @pytest.mark.parametrize("lengths", [(1, 63), (64, 64), (37, 200)], ids=str)
-def test_chained_calls_are_one_call(make, assert_accurate, lengths):
+def test_chained_calls_are_one_call(op, make, assert_accurate, lengths):
     case = make((sum(lengths),))
     tensors = leaves(case, *NAMES)
     state, outputs = tensors["initial_state"], []
     for start, end in ((0, lengths[0]), (lengths[0], sum(lengths))):
         part = {name: tensors[name][:, start:end] for name in NAMES[:5]}
-        o, state = chunk_kda(
+        o, state = op.chunk(
             **part, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True
         )
         outputs.append(o)
@@ -131,7 +129,7 @@ def test_chained_calls_are_one_call(make, assert_accurate, lengths):
     assert_accurate(case, got)
 
 
-def test_gradients_arrive_through_a_loop(make):
+def test_gradients_arrive_through_a_loop(run, make):
     # Two uses of one input: autograd sums what two calls return.
     case = make((40,))
     tensors = leaves(case, "v")
@@ -142,7 +140,7 @@ def test_gradients_arrive_through_a_loop(make):
     assert torch.equal(both, 2 * once)
 
 
-def test_inputs_changed_before_the_backward(make):
+def test_inputs_changed_before_the_backward(run, make):
     case = make((40,))
     tensors = leaves(case, "q", "k", "v")
     values = tensors["v"] * 1
@@ -154,10 +152,11 @@ def test_inputs_changed_before_the_backward(make):
 
 
 @pytest.fixture
-def handed_to_adj(monkeypatch):
+def handed_to_adj(op, monkeypatch):
     """The (do, dht) that backwards hand to the adjoint stage."""
     seen = []
-    original = _stages.stages
+    stages = op.module("_stages")
+    original = stages.stages
 
     class Watched:
         def __init__(self, backend):
@@ -166,13 +165,13 @@ def handed_to_adj(monkeypatch):
         def __getattr__(self, stage):
             return getattr(self.module, stage)
 
-        def adj(self, do, *arguments, dht=None, **named):
-            seen.append((do, dht))
-            return self.module.adj(do, *arguments, dht=dht, **named)
+        def adj(self, *arguments, dht=None, **named):
+            seen.append((arguments[2 if op.name == "gdn" else 0], dht))
+            return self.module.adj(*arguments, dht=dht, **named)
 
-    monkeypatch.setattr(_stages, "stages", Watched)
+    monkeypatch.setattr(stages, "stages", Watched)
     # A GPU's stages see tensors once, when a call is recorded, and then no memory.
-    monkeypatch.setattr(_autograd.Call, "played", property(lambda call: False))
+    monkeypatch.setattr(op.module("_autograd").Call, "played", property(lambda call: False))
     return seen
 
 
@@ -194,8 +193,8 @@ class TestWhatTheStagesGet:
 
 
 class NoLaunch:
-    def __init__(self, backend):
-        self.module = import_module(f"cake.kda._{backend}")
+    def __init__(self, module):
+        self.module = module
 
     def __getattr__(self, name):
         if name in ("library", "tables"):
@@ -204,8 +203,7 @@ class NoLaunch:
 
 
 @pytest.mark.parametrize("spoil", ["shape", "dtype"])
-@pytest.mark.parametrize("tape", TAPES, ids=["states", "inputs", "all"])
-def test_saved_tensors_are_checked_before_a_launch(make, monkeypatch, tape, spoil):
+def test_saved_tensors_are_checked_before_a_launch(run, op, make, monkeypatch, tape, spoil):
     # Hooks (offloading, checkpoints) may hand back anything: too short a tape would be read past its end.
     case = make((130,))
 
@@ -233,6 +231,6 @@ def test_saved_tensors_are_checked_before_a_launch(make, monkeypatch, tape, spoi
     for index in range(count):
         o, ht, _ = results(index)
         with monkeypatch.context() as patch:
-            patch.setattr("cake.kda._stages.stages", NoLaunch)
+            patch.setattr(op.module("_stages"), "stages", lambda backend: NoLaunch(op.module(f"_{backend}")))
             with pytest.raises(RuntimeError, match=r"saved \w+ must be"):
                 torch.autograd.backward((o, ht), (case.do, case.dht))

@@ -8,9 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cake.core.cp import _exchange
+from cake.core.cp import _exchange, build_kcp_context
 from cake.core.testing import assert_bitwise_equal
-from cake.kda import build_kcp_context, chunk_kda, kcp_chunk_kda, last_route
 
 
 @pytest.fixture
@@ -62,67 +61,74 @@ class TestRefusals:
     def any_context(self, request, context):
         return context if request.param == "kcp" else fla_context(context.rank)
 
-    @pytest.mark.parametrize("function", [chunk_kda, kcp_chunk_kda])
-    def test_states(self, context, arguments, function):
+    @pytest.mark.parametrize("name", ["chunk", "kcp_chunk"])
+    def test_states(self, op, context, arguments, name):
+        function = getattr(op, name)
         state = torch.zeros(1, 2, 128, 128)
         with pytest.raises(ValueError, match="initial_state must be None under cp_context, got a tensor"):
             function(**arguments, cp_context=context, initial_state=state)
         with pytest.raises(ValueError, match="output_final_state must be False under cp_context, got True"):
             function(**arguments, cp_context=context, output_final_state=True)
 
-    def test_states_under_any_context(self, any_context, arguments):
+    def test_states_under_any_context(self, op, any_context, arguments):
         with pytest.raises(ValueError, match="initial_state must be None under cp_context"):
-            chunk_kda(**arguments, cp_context=any_context, initial_state=torch.zeros(1, 2, 128, 128))
+            op.chunk(**arguments, cp_context=any_context, initial_state=torch.zeros(1, 2, 128, 128))
         with pytest.raises(ValueError, match="output_final_state must be False under cp_context"):
-            chunk_kda(**arguments, cp_context=any_context, output_final_state=True)
+            op.chunk(**arguments, cp_context=any_context, output_final_state=True)
 
-    def test_other_tokens(self, any_context, arguments):
+    def test_other_tokens(self, op, any_context, arguments):
         shorter = {name: x[:, :79] for name, x in arguments.items()}
         with pytest.raises(ValueError, match=r"q must be \[1, 80, H, 128\], this rank's tokens .* T=79"):
-            chunk_kda(**shorter, cp_context=any_context)
+            op.chunk(**shorter, cp_context=any_context)
         rows = {name: x.expand(2, *x.shape[1:]) for name, x in arguments.items()}
         with pytest.raises(ValueError, match="got B=2 and T=80"):
-            chunk_kda(**rows, cp_context=any_context)
+            op.chunk(**rows, cp_context=any_context)
 
-    def test_wrong_inputs(self, any_context, arguments):
+    def test_wrong_inputs(self, op, any_context, arguments):
         with pytest.raises(TypeError, match="q must be bfloat16"):
-            chunk_kda(**{**arguments, "q": arguments["q"].float()}, cp_context=any_context)
+            op.chunk(**{**arguments, "q": arguments["q"].float()}, cp_context=any_context)
         with pytest.raises(NotImplementedError, match="chunk_size must be 64, got 32"):
-            chunk_kda(**arguments, cp_context=any_context, chunk_size=32)
+            op.chunk(**arguments, cp_context=any_context, chunk_size=32)
 
     @pytest.mark.parametrize("options", [{"segments": 2}, {"packing_invariant": True}], ids=str)
-    def test_segments(self, any_context, arguments, options):
+    def test_segments(self, op, any_context, arguments, options):
         with pytest.raises(NotImplementedError, match="aren't served under cp_context"):
-            chunk_kda(**arguments, cp_context=any_context, **options)
+            op.chunk(**arguments, cp_context=any_context, **options)
 
-    def test_kcp_alone(self, arguments, context):
+    @pytest.mark.parametrize("op", ["gdn"], indirect=True)
+    def test_a_backend_without_the_stages(self, op, any_context, arguments, monkeypatch):
+        monkeypatch.delattr(op.module("_torch"), "transfer")
+        with pytest.raises(NotImplementedError, match="cp_context isn't served by the torch backend"):
+            op.chunk(**arguments, cp_context=any_context)
+
+    def test_kcp_alone(self, op, arguments, context):
         for given in (None, fla_context(context.rank)):
             with pytest.raises(NotImplementedError, match="must be a KcpContext of build_kcp_context, got"):
-                kcp_chunk_kda(**arguments, cp_context=given)
+                op.kcp_chunk(**arguments, cp_context=given)
 
-    def test_something_else(self, arguments):
+    def test_something_else(self, op, arguments):
         with pytest.raises(TypeError, match=r"must be a KcpContext .* got str"):
-            chunk_kda(**arguments, cp_context="ring")
+            op.chunk(**arguments, cp_context="ring")
 
 
-def test_the_contexts_boundaries_replace_the_arguments(tensors):
+def test_the_contexts_boundaries_replace_the_arguments(op, tensors):
     arguments = tensors((0, 30, 100))
     context = build_kcp_context((0, 30, 100))
-    o, final = kcp_chunk_kda(**arguments, cp_context=context)
+    o, final = op.kcp_chunk(**arguments, cp_context=context)
     assert final is None
-    assert str(last_route()) == "KCP, det, torch, states saved"
-    again, _ = chunk_kda(
+    assert str(op.package.last_route()) == "KCP, det, torch, states saved"
+    again, _ = op.chunk(
         **arguments, cp_context=context, cu_seqlens=torch.tensor([0, 100]), cu_seqlens_cpu=[5]
     )
     assert_bitwise_equal("o", again, o)
-    single, _ = chunk_kda(**arguments, cu_seqlens_cpu=[0, 30, 100])
+    single, _ = op.chunk(**arguments, cu_seqlens_cpu=[0, 30, 100])
     assert_bitwise_equal("o", o, single)
 
 
-def test_a_call_without_tokens(tensors):
+def test_a_call_without_tokens(op, tensors):
     inputs = [x.requires_grad_() for x in tensors((0, 0)).values()]
-    before = last_route()
-    o, _ = chunk_kda(*inputs, cp_context=build_kcp_context((0, 0)))
+    before = op.package.last_route()
+    o, _ = op.chunk(*inputs, cp_context=build_kcp_context((0, 0)))
     assert o.shape == (1, 0, 2, 128)
-    assert last_route() is before
+    assert op.package.last_route() is before
     assert [x.shape for x in torch.autograd.grad(o.sum(), inputs)] == [x.shape for x in inputs]

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from cake.core.testing import assert_bitwise_equal, permuted_view
-from cake.kda import chunk_kda, last_route
 
 
 def transposed(x):
@@ -24,18 +23,18 @@ def test_state_v_first(make, call, assert_same_bits):
     assert_same_bits(call(case, transpose_state_layout=False), expected)
 
 
-def test_final_state_is_none_unless_asked_for(make):
+def test_final_state_is_none_unless_asked_for(op, make):
     case = make((20,))
-    o, final = chunk_kda(case.q, case.k, case.v, case.g, case.beta)
+    o, final = op.chunk(case.q, case.k, case.v, case.g, case.beta)
     assert final is None
     assert o.shape == case.v.shape
     assert o.dtype == torch.bfloat16
     assert o.is_contiguous()
 
 
-def test_final_state_is_fp32_k_first(make):
+def test_final_state_is_fp32_k_first(op, make):
     case = make((20, 0, 5), heads=(2, 4))
-    _, final = chunk_kda(
+    _, final = op.chunk(
         case.q, case.k, case.v, case.g, case.beta, output_final_state=True, cu_seqlens_cpu=case.boundaries
     )
     assert final.shape == (3, 4, 128, 128)
@@ -72,17 +71,16 @@ def test_the_initial_state_is_left_alone(make, call):
 
 
 @pytest.mark.parametrize("form", ["batch", "pack", "many"])
-@pytest.mark.parametrize("recompute", [False, True], ids=["states", "inputs"])
 class TestNoTokens:
     def case(self, make, form):
         if form == "batch":
             return make((0,), heads=(2, 4), batch=3)
         return make((0,) if form == "pack" else (0,) * 8, heads=(2, 4))
 
-    def test_state_passes_through(self, make, call, form, recompute, monkeypatch):
-        monkeypatch.setattr("cake.kda._stages.stages", lambda name: pytest.fail("launched"))
+    def test_state_passes_through(self, op, make, call, form, tape, monkeypatch):
+        monkeypatch.setattr(op.module("_stages"), "stages", lambda name: pytest.fail("launched"))
         case = self.case(make, form)
-        got = call(case, recompute_state=recompute)
+        got = call(case, **tape)
         assert got["o"].shape == case.v.shape
         assert got["o"].dtype == torch.bfloat16
         assert_bitwise_equal("ht", got["ht"], case.initial_state)
@@ -92,10 +90,10 @@ class TestNoTokens:
             assert got[f"d{name}"].shape == x.shape
             assert got[f"d{name}"].dtype == x.dtype
 
-    def test_zero_without_a_state(self, make, form, recompute):
+    def test_zero_without_a_state(self, op, make, form, tape):
         case = self.case(make, form)
-        route = last_route()
-        o, final = chunk_kda(
+        route = op.package.last_route()
+        o, final = op.chunk(
             case.q,
             case.k,
             case.v,
@@ -103,16 +101,16 @@ class TestNoTokens:
             case.beta,
             output_final_state=True,
             cu_seqlens_cpu=case.boundaries,
-            recompute_state=recompute,
+            **tape,
         )
         assert o.shape == case.v.shape
         assert final.shape == case.initial_state.shape
         assert not final.any()
-        assert last_route() is route
+        assert op.package.last_route() is route
 
-    def test_the_final_state_is_a_copy(self, make, form, recompute):
+    def test_the_final_state_is_a_copy(self, op, make, form, tape):
         case = self.case(make, form)
-        _, final = chunk_kda(
+        _, final = op.chunk(
             case.q,
             case.k,
             case.v,
@@ -121,11 +119,11 @@ class TestNoTokens:
             initial_state=case.initial_state,
             output_final_state=True,
             cu_seqlens_cpu=case.boundaries,
-            recompute_state=recompute,
+            **tape,
         )
         assert final.data_ptr() != case.initial_state.data_ptr()
 
-    def test_loss_on_the_output_alone(self, make, call, form, recompute):
+    def test_loss_on_the_output_alone(self, make, call, form, tape):
         case = self.case(make, form).replace(dht=None)
-        got = call(case, final=True, recompute_state=recompute)
+        got = call(case, final=True, **tape)
         assert not got["dh0"].any()

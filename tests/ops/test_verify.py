@@ -1,8 +1,7 @@
-"""``cake verify gdn``: the op passes, and kernels that are wrong in one way each do not."""
+"""``cake verify``: every op passes, and kernels that are wrong in one way each do not."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import threading
 from collections.abc import Callable
@@ -13,24 +12,31 @@ import pytest
 import torch
 
 from cake.core.cli import main
-from cake.core.verify import Runner
-from cake.gdn import _torch
-from cake.gdn.verify import VERIFY
+from cake.core.verify import Runner, Verify
 
 CASE = "views of a projection"
 
 
-def test_the_op_passes_on_this_machine(device: torch.device, tmp_path: Path, capsys: Any) -> None:
+def test_the_op_passes_on_this_machine(
+    verify: Verify, op: Any, device: torch.device, tmp_path: Path, capsys: Any
+) -> None:
     out = tmp_path / "verify.json"
-    assert main(["verify", "gdn", "--device", str(device), "--out", str(out)]) == 0
+    assert main(["verify", op.name, "--device", str(device), "--out", str(out)]) == 0
     found = json.loads(out.read_text())
     assert found["passed"]
-    assert {outcome["case"] for outcome in found["outcomes"]} == {case.name for case in VERIFY.cases}
-    assert found["header"]["kernels"]["gdn"].startswith("sha256:")
+    assert {outcome["case"] for outcome in found["outcomes"]} == {case.name for case in verify.cases}
+    assert found["header"]["kernels"][op.name].startswith("sha256:")
     gates = {outcome["gate"] for outcome in found["outcomes"]}
     expected = {"accuracy", "5 calls alike", "saved as recomputed", "another thread", "documents alone"}
+    expected |= {"saved as all saved"} if "all" in op.own.TAPES else set()
     assert gates == expected | ({"another stream"} if device.type == "cuda" else set())
     assert f"{len(found['outcomes'])} of {len(found['outcomes'])} gates passed" in capsys.readouterr().out
+
+
+@pytest.fixture
+def verify(op: Any) -> Verify:
+    found: Verify = op.module("verify").VERIFY
+    return found
 
 
 def nth(results: Any, n: int, change: Callable[[torch.Tensor], Any]) -> Any:
@@ -99,16 +105,19 @@ DOCTORED: dict[str, tuple[str, Callable[[Any, dict[str, Any]], Any], str]] = {
 
 
 @pytest.mark.parametrize("what", DOCTORED)
-def test_a_doctored_kernel_is_caught(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_doctored_kernel_is_caught(
+    verify: Verify, op: Any, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stage, change, gate = DOCTORED[what]
-    original = getattr(_torch, stage)
+    kernels = op.module("_torch")
+    original = getattr(kernels, stage)
 
     def doctored(*arguments: Any, **keywords: Any) -> Any:
         return change(original(*arguments, **keywords), keywords)
 
-    monkeypatch.setattr(_torch, stage, doctored)
-    case = VERIFY.case("slow decay" if "dg" in what else CASE)
-    runner = Runner(VERIFY, ("det",), torch.device("cpu"), cases=(case,))
+    monkeypatch.setattr(kernels, stage, doctored)
+    case = verify.case("slow decay" if "dg" in what else CASE)
+    runner = Runner(verify, ("det",), torch.device("cpu"), cases=(case,))
     outcomes = {outcome.gate: outcome for outcome in runner.run()}
     assert not outcomes[gate].passed
     assert outcomes[gate].message
@@ -122,25 +131,27 @@ def test_a_doctored_kernel_is_caught(what: str, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     "what", ["dk is 2 % too large", "eight columns of o are those beside", "dv changes from call to call"]
 )
-def test_a_doctored_kernel_is_caught_on_a_gpu(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_doctored_kernel_is_caught_on_a_gpu(
+    verify: Verify, op: Any, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stage, change, gate = DOCTORED[what]
-    kernels = importlib.import_module("cake.gdn._cuda")
+    kernels = op.module("_cuda")
     original = getattr(kernels, stage)
 
     def doctored(*arguments: Any, **keywords: Any) -> Any:
         return change(original(*arguments, **keywords), keywords)
 
     # Doctored results are tensors, so the stages run one by one.
-    monkeypatch.setattr("cake.gdn._autograd.Call.played", property(lambda call: False))
+    monkeypatch.setattr(op.module("_autograd").Call, "played", property(lambda call: False))
     monkeypatch.setattr(kernels, stage, doctored)
-    runner = Runner(VERIFY, ("det",), torch.device("cuda", 0), cases=(VERIFY.case(CASE),))
+    runner = Runner(verify, ("det",), torch.device("cuda", 0), cases=(verify.case(CASE),))
     assert not {outcome.gate: outcome for outcome in runner.run()}[gate].passed
 
 
-def test_a_kernel_that_raises_fails_its_gates(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_a_kernel_that_raises_fails_its_gates(op: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     def broken(*arguments: Any, **keywords: Any) -> Any:
         raise RuntimeError("an illegal memory access")
 
-    monkeypatch.setattr(_torch, "adj", broken)
-    assert main(["verify", "gdn", "--device", "cpu", "--cases", CASE, "--variants", "det"]) == 1
+    monkeypatch.setattr(op.module("_torch"), "adj", broken)
+    assert main(["verify", op.name, "--device", "cpu", "--cases", CASE, "--variants", "det"]) == 1
     assert "RuntimeError: an illegal memory access" in capsys.readouterr().out
