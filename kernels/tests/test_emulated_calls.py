@@ -276,6 +276,26 @@ def test_calls_that_look_alike_are_told_apart(op: Op) -> None:
         op.call(**op.inputs, cu_seqlens_cpu=BOUNDS, use_qk_l2norm_in_kernel=True)
 
 
+class Wrapper(torch.Tensor):
+    """Has the metadata of a tensor and no memory."""
+
+    @staticmethod
+    def __new__(cls, x: torch.Tensor) -> Wrapper:
+        return torch.Tensor._make_wrapper_subclass(cls, x.shape, x.stride(), dtype=x.dtype, device=x.device)
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(f"{function} of a wrapper")
+
+
+@pytest.mark.parametrize("name", ["q", "g", "beta", "initial_state"])
+def test_a_tensor_without_memory_is_refused(op: Op, name: str) -> None:
+    expected = op.call(**op.inputs, cu_seqlens_cpu=BOUNDS)[0]
+    with pytest.raises((RuntimeError, TypeError), match="without memory|data pointer"):
+        op.call(**{**op.inputs, name: Wrapper(op.inputs[name])}, cu_seqlens_cpu=BOUNDS)
+    assert_bitwise_equal("o", op.call(**op.inputs, cu_seqlens_cpu=BOUNDS)[0], expected)
+
+
 def test_more_layouts_than_are_kept(op: Op) -> None:
     """Launches are kept for each layout of the tensors; gradients come in any."""
     expected = op.results()
