@@ -291,7 +291,7 @@ class Wrapper(torch.Tensor):
 @pytest.mark.parametrize("name", ["q", "g", "beta", "initial_state"])
 def test_a_tensor_without_memory_is_refused(op: Op, name: str) -> None:
     expected = op.call(**op.inputs, cu_seqlens_cpu=BOUNDS)[0]
-    with pytest.raises((RuntimeError, TypeError), match="without memory|data pointer"):
+    with pytest.raises((RuntimeError, TypeError), match=r"without memory|data pointer"):
         op.call(**{**op.inputs, name: Wrapper(op.inputs[name])}, cu_seqlens_cpu=BOUNDS)
     assert_bitwise_equal("o", op.call(**op.inputs, cu_seqlens_cpu=BOUNDS)[0], expected)
 

@@ -126,7 +126,11 @@ class Recording {
   static constexpr size_t kMostKept = 8;  // layouts; the oldest is forgotten
 
   static uint64_t address(const DLTensor& x) { return reinterpret_cast<uint64_t>(x.data) + x.byte_offset; }
-  static int64_t residue(const DLTensor& x) { return static_cast<int64_t>(address(x) % kAlignment); }
+  // A wrapper of other tensors may have elements and no memory: none of the layouts that are kept is like it.
+  static int64_t residue(const DLTensor& x) {
+    const bool elements = std::find(x.shape, x.shape + x.ndim, 0) == x.shape + x.ndim;
+    return !x.data && elements ? -1 : static_cast<int64_t>(address(x) % kAlignment);
+  }
 
   static Operand operand(const Any& x) {
     const auto place = x.try_cast<Array<Any>>();
@@ -223,6 +227,7 @@ class Recording {
 
   bool fits(const Given& wanted, const TensorView& x) const {
     const Extents& extents = wanted.extents;
+    if (!x.data_ptr() && x.numel()) return false;
     bool same = x.ndim() == static_cast<int>(extents.sizes.size()) && x.dtype().code == extents.dtype.code &&
                 x.dtype().bits == extents.dtype.bits && x.device().device_type == device_.device_type &&
                 x.device().device_id == device_.device_id;
@@ -237,7 +242,7 @@ class Recording {
   std::string otherwise(const Given& wanted, const TensorView& x) const {
     return wanted.name + " must be " + text(wanted.extents.dtype, wanted.extents.sizes, device_) +
            (wanted.rows ? " in rows of 16 bytes" : "") + ", got " +
-           text(x.dtype(), {x.shape().begin(), x.shape().end()}, x.device());
+           text(x.dtype(), {x.shape().begin(), x.shape().end()}, x.device()) + (x.data_ptr() ? "" : " without memory");
   }
 
   static std::string text(DLDataType dtype, const std::vector<int64_t>& sizes, DLDevice device) {
