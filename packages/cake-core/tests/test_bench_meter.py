@@ -42,7 +42,7 @@ def test_cpu_meter_measures_the_run_alone():
     cpu.synchronize()
 
 
-def test_host_floor_runs_an_empty_node_both_ways():
+def test_host_floor_runs_an_empty_node_every_way():
     class Counting(CpuMeter):
         ran = 0
 
@@ -52,8 +52,9 @@ def test_host_floor_runs_an_empty_node_both_ways():
             return 1.0, float(self.ran)
 
     meter = Counting()
-    # Three of five are untimed: of the forward 4 and 5 count, then 9 and 10.
-    assert host_floor(meter, torch.device("cpu"), samples=2) == {"fwd_train": 4.5, "fwd+bwd": 9.5}
+    # Three of five are untimed: of the forward 4 and 5 count, then 9 and 10, then 14 and 15.
+    found = host_floor(meter, torch.device("cpu"), samples=2)
+    assert found == {"fwd_train": 4.5, "bwd": 9.5, "fwd+bwd": 14.5}
     assert host_floor(CpuMeter(), torch.device("cpu"), samples=1) == {}
 
 

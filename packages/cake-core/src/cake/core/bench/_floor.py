@@ -28,23 +28,30 @@ class _Nothing(torch.autograd.Function):
 def host_floor(meter: Meter, device: torch.device, samples: int = 15) -> dict[str, float]:
     """Median host time in us of passes of an autograd node that saves its inputs and launches nothing.
 
-    Measured as the arms are: each sample on an idle device with a flushed L2. Without a device, nothing.
+    Each sample begins on an idle device with a flushed L2, one behind another. Without a device, nothing.
     """
     inputs = [torch.zeros(1, device=device, requires_grad=True) for _ in range(INPUTS)]
     gradient = torch.zeros(1, device=device)
 
     apply: Any = _Nothing.apply
 
-    def forward(_: Any) -> Any:
+    def forward(_: Any = None) -> Any:
         return apply(*inputs)
 
-    def both(_: Any) -> Any:
-        return torch.autograd.grad(forward(None), inputs, gradient)
+    def backward(out: Any) -> Any:
+        return torch.autograd.grad(out, inputs, gradient)
 
-    passes: dict[str, Callable[[Any], Any]] = {"fwd_train": forward, "fwd+bwd": both}
+    def nothing() -> None:
+        """What a forward is prepared by."""
+
+    passes: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+        "fwd_train": (nothing, forward),
+        "bwd": (forward, backward),
+        "fwd+bwd": (nothing, lambda _: backward(forward())),
+    }
     found = {}
-    for name, run in passes.items():
-        hosts = [meter.sample(lambda: None, run)[1] for _ in range(3 + samples)][3:]
+    for name, (prepare, run) in passes.items():
+        hosts = [meter.sample(prepare, run)[1] for _ in range(3 + samples)][3:]
         known = [host for host in hosts if host is not None]
         if known:
             found[name] = round(statistics.median(known), 1)
