@@ -13,39 +13,40 @@ import torch
 
 from cake.core import fla
 from cake.core.testing import assert_bitwise_equal, stand_in_fla
-from cake.kda import chunk_kda, last_route
 
 NAMES = ("q", "k", "v", "g", "beta")
 SIGNATURE = "q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False"
 HANDED_BACK = "flash-linear-attention", None
+PACKAGE = {"gdn": "gated_delta_rule", "kda": "kda"}  # of fla.ops
 
 
 @pytest.fixture(params=["0.6.0", "0.5.2"])
 def theirs(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    op: Any, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., Any]]:
-    """The stand-in's function after ``import cake.kda.fla``."""
+    """The stand-in's function after ``import cake.<op>.fla``."""
     monkeypatch.setattr(fla, "_registered", {})
     monkeypatch.delenv("FLA_CAKE", raising=False)
-    monkeypatch.delitem(sys.modules, "cake.kda.fla", raising=False)
-    with stand_in_fla(tmp_path, request.param, "kda", "chunk_kda", SIGNATURE):
-        importlib.import_module("cake.kda.fla")
-        yield importlib.import_module("fla.ops.kda").chunk_kda
-    sys.modules.pop("cake.kda.fla", None)
+    ours, function = f"cake.{op.name}.fla", op.chunk.__name__
+    monkeypatch.delitem(sys.modules, ours, raising=False)
+    with stand_in_fla(tmp_path, request.param, PACKAGE[op.name], function, SIGNATURE):
+        importlib.import_module(ours)
+        yield getattr(importlib.import_module(f"fla.ops.{PACKAGE[op.name]}"), function)
+    sys.modules.pop(ours, None)
 
 
-def test_a_call_runs_cakes(theirs: Callable[..., Any], make: Any) -> None:
+def test_a_call_runs_cakes(op: Any, theirs: Callable[..., Any], make: Any) -> None:
     case = make((70, 30), (1, 2))
     inputs = [getattr(case, name).requires_grad_() for name in NAMES]
     cu_seqlens = torch.tensor(case.boundaries, device=case.q.device)
     arguments = {"use_qk_l2norm_in_kernel": True, "cu_seqlens": cu_seqlens, "output_final_state": True}
-    found, expected = (f(*inputs, **arguments) for f in (theirs, chunk_kda))
+    found, expected = (f(*inputs, **arguments) for f in (theirs, op.chunk))
     for name, x, y in zip(("o", "ht"), found, expected, strict=True):
         assert_bitwise_equal(name, x, y)
     grads = [torch.autograd.grad(o.float().square().sum(), inputs) for o, _ in (found, expected)]
     for name, x, y in zip(NAMES, *grads, strict=True):
         assert_bitwise_equal(f"d{name}", x, y)
-    route = last_route()
+    route = op.package.last_route()
     assert route is not None
     assert route.path == "single"
 
@@ -55,6 +56,7 @@ def test_a_call_runs_cakes(theirs: Callable[..., Any], make: Any) -> None:
     [
         {"chunk_size": 32},
         {"head_first": True},
+        {"chunk_indices": torch.zeros(2, 2, dtype=torch.long)},
         {"return_intermediate_states": True},
         {"use_graph": True},
         {"max_num_seqs": 4},
@@ -83,26 +85,40 @@ def test_what_cake_does_not_serve_is_handed_back(
     assert theirs(**given) == HANDED_BACK
 
 
-@pytest.mark.parametrize(
-    "honoured",
-    [
+HONOURED = {
+    "each": [
         {"scale": 0.5},
         {"state_v_first": True, "output_final_state": True},
         {"transpose_state_layout": True, "output_final_state": True},
         {"use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True},
+        {"cu_seqlens_cpu": [0, 30, 64]},
+    ],
+    "gdn": [
+        {"use_gate_in_kernel": True, "A_log": torch.zeros(2), "dt_bias": torch.ones(2)},
+        {"chunk_size": 64, "head_first": False, "chunk_indices": None},
+    ],
+    "kda": [
         {"use_gate_in_kernel": True, "A_log": torch.zeros(2), "dt_bias": torch.ones(256)},
         {"use_gate_in_kernel": True, "lower_bound": -5.0, "safe_gate": True, "dt_bias": torch.ones(256)},
         {"chunk_size": 64, "use_graph": False, "max_num_seqs": None},
-        {"cu_seqlens_cpu": [0, 30, 64]},
     ],
+}
+
+
+@pytest.mark.parametrize(
+    ("op", "honoured"),
+    [(op, honoured) for op in PACKAGE for honoured in (*HONOURED["each"], *HONOURED[op])],
+    indirect=["op"],
     ids=str,
 )
-def test_each_keyword_is_honoured(theirs: Callable[..., Any], make: Any, honoured: dict[str, Any]) -> None:
+def test_each_keyword_is_honoured(
+    op: Any, theirs: Callable[..., Any], make: Any, honoured: dict[str, Any]
+) -> None:
     case = make((64,), (1, 2), batch=1)
     inputs = [getattr(case, name) for name in NAMES]
     honoured = {k: x.to(case.q.device) if isinstance(x, torch.Tensor) else x for k, x in honoured.items()}
-    found, expected = (f(*inputs, **honoured) for f in (theirs, chunk_kda))
-    plain = chunk_kda(*inputs)
+    found, expected = (f(*inputs, **honoured) for f in (theirs, op.chunk))
+    plain = op.chunk(*inputs)
     for name, x, y in zip(("o", "ht"), found, expected, strict=True):
         assert_bitwise_equal(name, x, y)
     if "chunk_size" not in honoured:
@@ -112,12 +128,12 @@ def test_each_keyword_is_honoured(theirs: Callable[..., Any], make: Any, honoure
         )
 
 
-def test_tensors_that_no_kernel_can_load_are_copied(theirs: Callable[..., Any], make: Any) -> None:
+def test_tensors_that_no_kernel_can_load_are_copied(op: Any, theirs: Callable[..., Any], make: Any) -> None:
     """As a model's convolution leaves them: tokens next to each other."""
     case = make((64,), (1, 2), batch=1)
     inputs = [getattr(case, name) for name in NAMES]
     across = [x.transpose(1, -1).contiguous().transpose(1, -1) for x in inputs[:3]]
-    expected, _ = chunk_kda(*inputs)
+    expected, _ = op.chunk(*inputs)
     found, _ = theirs(*across, *inputs[3:])
     assert_bitwise_equal("o", found, expected)
 
@@ -128,14 +144,14 @@ def test_a_wrong_call_raises_cakes_error(theirs: Callable[..., Any], make: Any) 
         theirs(case.q, case.k, case.v, case.g, case.beta[..., :1])
 
 
-def test_the_real_flash_linear_attention(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_real_flash_linear_attention(op: Any, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         fla.installed()
     except fla.FlaError as error:
         pytest.skip(str(error))
     monkeypatch.setattr(fla, "_handed_back", set())
-    importlib.import_module("cake.kda.fla")
-    real = importlib.import_module("fla.ops.kda").chunk_kda
+    importlib.import_module(f"cake.{op.name}.fla")
+    real = getattr(importlib.import_module(f"fla.ops.{PACKAGE[op.name]}"), op.chunk.__name__)
     case = make((70, 30), (1, 2))
     inputs = [getattr(case, name) for name in NAMES]
     arguments = {
@@ -145,9 +161,15 @@ def test_the_real_flash_linear_attention(make: Any, monkeypatch: pytest.MonkeyPa
     }
     arguments["cu_seqlens"] = torch.tensor(case.boundaries, device=case.q.device)
     for name, x, y in zip(
-        ("o", "ht"), real(*inputs, **arguments), chunk_kda(*inputs, **arguments), strict=True
+        ("o", "ht"), real(*inputs, **arguments), op.chunk(*inputs, **arguments), strict=True
     ):
         assert_bitwise_equal(name, x, y)
-    with pytest.raises(ValueError, match="chunk_size"):  # raised by flash-linear-attention itself
-        real(*inputs, chunk_size=33)
-    assert [reason for _, reason in fla._handed_back] == ["cake serves chunk_size 64, got 33"]
+    # What is handed back is refused by flash-linear-attention itself.
+    if op.name == "gdn":
+        refused, reason = {"head_first": True}, "cake serves [B, T, H, D] alone, got head_first=True"
+        error: type[Exception] = DeprecationWarning
+    else:
+        refused, reason, error = {"chunk_size": 33}, "cake serves chunk_size 64, got 33", ValueError
+    with pytest.raises(error, match=next(iter(refused))):
+        real(*inputs, **refused)
+    assert [text for _, text in fla._handed_back] == [reason]

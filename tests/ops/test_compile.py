@@ -15,10 +15,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from cake.core import config
 from cake.core.testing import assert_bitwise_equal
-from cake.kda import _ops, _torch, chunk_kda, last_route
 
 NAMES = ("q", "k", "v", "g", "beta")
-LENGTHS = (100, 64, 63, 65, 128, 129, 1, 2, 130, 77, 192, 9, 90, 31, 32, 33, 96, 70, 30, 7)
+LENGTHS = (100, 64, 63, 65, 128, 129, 1, 2, 200, 77, 192, 640, 90, 31, 32, 33, 96, 70, 300, 7)
 
 
 #: Tracing is the same everywhere; these tests show that what was traced runs on a GPU too.
@@ -41,15 +40,31 @@ def _compile_anew() -> Iterator[None]:
     torch.compiler.reset()
 
 
-def layer(q: torch.Tensor, *rest: torch.Tensor, **arguments: Any) -> torch.Tensor:
+@pytest.fixture
+def layer(op: Any) -> Callable[..., torch.Tensor]:
     """The op with something to fuse before and behind it."""
-    o, _ = chunk_kda(2 * q, *rest, use_qk_l2norm_in_kernel=True, **arguments)
-    return o.float() * 3
+    chunk = op.chunk
+
+    def fused(q: torch.Tensor, *rest: torch.Tensor, **arguments: Any) -> torch.Tensor:
+        o, _ = chunk(2 * q, *rest, use_qk_l2norm_in_kernel=True, **arguments)
+        return o.float() * 3
+
+    return fused
 
 
-def whole(*tensors: torch.Tensor, **arguments: Any) -> Any:
+@pytest.fixture
+def whole(op: Any) -> Callable[..., Any]:
     """The op with every result."""
-    return chunk_kda(*tensors, output_final_state=True, **arguments)
+    chunk = op.chunk
+
+    def every(*tensors: torch.Tensor, **arguments: Any) -> Any:
+        return chunk(*tensors, output_final_state=True, **arguments)
+
+    return every
+
+
+def torch_op(name: str) -> Any:
+    return getattr(torch.ops.cake, name).default
 
 
 def run(function: Callable[..., Any], case: Any, **arguments: Any) -> dict[str, torch.Tensor]:
@@ -75,87 +90,89 @@ def assert_same(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.
         assert_bitwise_equal(name, x, expected[name])
 
 
-def compiled(function: Callable[..., Any] = layer, **options: Any) -> Callable[..., Any]:
+def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     options = {"backend": "aot_eager", "fullgraph": True, **options}
     wrapped: Callable[..., Any] = torch.compile(function, **options)
     return wrapped
 
 
 @pytest.fixture
-def walks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def walks(op: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Grows with every forward walk of the twins."""
     seen: list[str] = []
-    scan = _torch.scan
-    monkeypatch.setattr(_torch, "scan", lambda *a, **k: seen.append("scan") or scan(*a, **k))
+    scan = op.module("_torch").scan
+    monkeypatch.setattr(op.module("_torch"), "scan", lambda *a, **k: seen.append("scan") or scan(*a, **k))
     return seen
 
 
 @ON_A_GPU_TOO
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_a_layer_stays_whole_and_keeps_its_bits(make: Any, dynamic: bool) -> None:
-    step = compiled(dynamic=dynamic)
-    for tokens in (128, 130, 131):
-        case = make((tokens - 70, 0, 70), (1, 1))
+def test_a_layer_stays_whole_and_keeps_its_bits(layer: Any, make: Any, dynamic: bool) -> None:
+    step = compiled(layer, dynamic=dynamic)
+    for tokens in (128, 300, 301):
+        case = make((tokens - 70, 0, 70), (1, 2))
         assert_same(run(step, case), run(layer, case))
 
 
 @ON_A_GPU_TOO
-def test_twenty_lengths_need_two_more_compilations_at_most(make: Any) -> None:
+@pytest.mark.parametrize("boundaries", ["tensor", "list", "none"])
+def test_twenty_lengths_need_two_more_compilations_at_most(layer: Any, make: Any, boundaries: str) -> None:
     counter = CompileCounterWithBackend("aot_eager")
-    step = compiled(backend=counter)
+    step = compiled(layer, backend=counter)
     for i, tokens in enumerate(LENGTHS):
-        case = make((tokens // 3, tokens - tokens // 3), (1, 1))
-        found = run(step, case)
+        lengths = (tokens,) if boundaries == "none" else (tokens // 3, tokens - tokens // 3)
+        case = make(lengths, (1, 1), batch=1 if boundaries == "none" else None)
+        arguments = {"cu_seqlens_cpu": list(case.boundaries)} if boundaries == "list" else {}
+        found = run(step, case, **arguments)
         if i % 6 == 0:
-            assert_same(found, run(layer, case))
+            assert_same(found, run(layer, case, **arguments))
     assert counter.frame_count <= 3
 
 
 @ON_A_GPU_TOO
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("bound", [None, -5.0])
-def test_states_gates_and_activations_are_traced(make: Any, bound: float | None, recompute: bool) -> None:
+@pytest.mark.parametrize(("op", "bound"), [("gdn", None), ("kda", None), ("kda", -5.0)], indirect=["op"])
+def test_states_gates_and_activations_are_traced(
+    whole: Any, make: Any, bound: float | None, recompute: bool
+) -> None:
     case = make((70, 64, 1), (1, 2))
     generator = torch.Generator().manual_seed(2)
     arguments = {
         "initial_state": case.initial_state.transpose(-1, -2),
         "use_gate_in_kernel": True,
-        "safe_gate": bound is not None,
-        "lower_bound": bound,
         "A_log": torch.rand(2, generator=generator).to(case.q.device),
-        "dt_bias": torch.rand(256, generator=generator).to(case.q.device),
+        "dt_bias": torch.rand((2, *case.g.shape[3:]), generator=generator).to(case.q.device),
         "use_beta_sigmoid_in_kernel": True,
         "allow_neg_eigval": True,
         "state_v_first": True,
         "recompute_state": recompute,
     }
+    if bound is not None:
+        arguments |= {"safe_gate": True, "lower_bound": bound}
     assert_same(run(compiled(whole), case, **arguments), run(whole, case, **arguments))
 
 
 @ON_A_GPU_TOO
 @pytest.mark.parametrize("arguments", [{}, {"segments": 3}, {"packing_invariant": True}], ids=str)
-def test_a_call_is_cut_as_in_eager(make: Any, arguments: dict[str, Any]) -> None:
+def test_a_call_is_cut_as_in_eager(whole: Any, make: Any, arguments: dict[str, Any]) -> None:
     """By default the plan cuts the long sequence, though the tracer knows no length."""
     case = make((1100, 70), (1, 1))
-    if arguments or case.q.device.type == "cpu":  # what is asked for needs boundaries on the host
+    if arguments:  # what is asked for needs boundaries on the host
         arguments = {**arguments, "cu_seqlens_cpu": list(case.boundaries)}
     for given in (arguments, {**arguments, "initial_state": case.initial_state}):
         assert_same(run(compiled(whole, dynamic=True), case, **given), run(whole, case, **given))
 
 
-def test_keeping_everything_is_keeping_states(make: Any) -> None:
+@pytest.mark.parametrize("op", ["kda"], indirect=True)
+def test_keeping_everything_is_keeping_states(op: Any, make: Any, whole: Any) -> None:
     case = make((70, 30), (1, 2))
     assert_same(run(compiled(whole), case, disable_recompute=True), run(whole, case, disable_recompute=True))
-    route = last_route()
-    assert route is not None
-    assert route.tape == "all"
+    assert op.package.last_route().tape == "all"
     run(compiled(whole), case, disable_recompute=True)
-    route = last_route()
-    assert route is not None
-    assert route.tape == "states"
+    assert op.package.last_route().tape == "states"
 
 
-def test_inductor_keeps_the_bits(make: Any) -> None:
+def test_inductor_keeps_the_bits(whole: Any, op: Any, make: Any) -> None:
     """The default backend: what it fuses is not cake's, so nothing stands before and behind the op here."""
     case = make((70, 30), (1, 2))
     found = run(compiled(whole, backend="inductor"), case)
@@ -164,7 +181,7 @@ def test_inductor_keeps_the_bits(make: Any) -> None:
 
 @ON_A_GPU_TOO
 @pytest.mark.parametrize("inside", [False, True])
-def test_autocast(make: Any, device: torch.device, inside: bool) -> None:
+def test_autocast(layer: Any, make: Any, device: torch.device, inside: bool) -> None:
     case = make((70, 30), (1, 2))
 
     def step(*tensors: torch.Tensor, **arguments: Any) -> torch.Tensor:
@@ -179,7 +196,7 @@ def test_autocast(make: Any, device: torch.device, inside: bool) -> None:
 
 @ON_A_GPU_TOO
 @pytest.mark.parametrize("trace", [False, True])
-def test_a_checkpoint_replays_the_call(make: Any, trace: bool) -> None:
+def test_a_checkpoint_replays_the_call(layer: Any, make: Any, trace: bool) -> None:
     def step(*tensors: torch.Tensor, cu_seqlens: torch.Tensor) -> Any:
         return checkpoint(layer, *tensors, use_reentrant=False, cu_seqlens=cu_seqlens)
 
@@ -188,7 +205,7 @@ def test_a_checkpoint_replays_the_call(make: Any, trace: bool) -> None:
 
 
 @ON_A_GPU_TOO
-def test_a_reentrant_checkpoint_replays_the_call(make: Any) -> None:
+def test_a_reentrant_checkpoint_replays_the_call(layer: Any, make: Any) -> None:
     case = make((70, 30), (1, 2))
     cu_seqlens = torch.tensor(case.boundaries, device=case.q.device)
     inputs = {name: getattr(case, name).detach().clone().requires_grad_() for name in NAMES}
@@ -198,17 +215,25 @@ def test_a_reentrant_checkpoint_replays_the_call(make: Any) -> None:
     assert_same(found, run(layer, case))
 
 
-def choose(policy: CheckpointPolicy, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return policy if op == torch.ops.cake.kda.default else CheckpointPolicy.PREFER_RECOMPUTE
+def choose(
+    policy: CheckpointPolicy, name: str, ctx: Any, called: Any, *args: Any, **kwargs: Any
+) -> CheckpointPolicy:
+    return policy if called == torch_op(name) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @ON_A_GPU_TOO
 @pytest.mark.parametrize("trace", [False, True])
 @pytest.mark.parametrize("policy", [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE])
 def test_a_checkpoints_policy_sees_the_op(
-    device: torch.device, make: Any, walks: list[str], policy: CheckpointPolicy, trace: bool
+    layer: Any,
+    op: Any,
+    device: torch.device,
+    make: Any,
+    walks: list[str],
+    policy: CheckpointPolicy,
+    trace: bool,
 ) -> None:
-    contexts = partial(create_selective_checkpoint_contexts, partial(choose, policy))
+    contexts = partial(create_selective_checkpoint_contexts, partial(choose, policy, op.name))
 
     def step(*tensors: torch.Tensor, cu_seqlens: torch.Tensor) -> Any:
         return checkpoint(layer, *tensors, use_reentrant=False, context_fn=contexts, cu_seqlens=cu_seqlens)
@@ -221,23 +246,25 @@ def test_a_checkpoints_policy_sees_the_op(
         assert len(walks) == (1 if policy is CheckpointPolicy.MUST_SAVE else 2)
 
 
-def test_a_compiled_region_follows_the_configuration(make: Any) -> None:
+def test_a_compiled_region_follows_the_configuration(layer: Any, op: Any, make: Any) -> None:
     case = make((70, 30), (1, 2))
-    step = compiled()
+    step = compiled(layer)
     for variant, recompute in (("det", False), ("fast", False), ("det", True)):
         config.configure(
-            linear_attention_backend="cake", cake_kda_variant=variant, cake_kda_recompute_state=recompute
+            linear_attention_backend="cake",
+            **{f"cake_{op.name}_variant": variant, f"cake_{op.name}_recompute_state": recompute},
         )
         run(step, case)
-        route = last_route()
+        route = op.package.last_route()
         assert route is not None
-        assert (route.variant, route.tape) == (variant, "inputs" if recompute else "states")
+        assert route.variant == variant
+        assert ("states saved" in str(route)) != recompute
 
 
-def test_a_traced_fast_is_refused_under_deterministic_algorithms(make: Any) -> None:
+def test_a_traced_fast_is_refused_under_deterministic_algorithms(layer: Any, op: Any, make: Any) -> None:
     case = make((70,), (1, 1))
-    step = compiled()
-    config.configure(linear_attention_backend="cake", cake_kda_variant="fast")
+    step = compiled(layer)
+    config.configure(linear_attention_backend="cake", **{f"cake_{op.name}_variant": "fast"})
     run(step, case)
     torch.use_deterministic_algorithms(True)
     try:
@@ -247,37 +274,41 @@ def test_a_traced_fast_is_refused_under_deterministic_algorithms(make: Any) -> N
         torch.use_deterministic_algorithms(False)
 
 
-def test_without_gradients(make: Any) -> None:
+def test_without_gradients(layer: Any, make: Any) -> None:
     case = make((70, 30), (1, 2))
     inputs = [getattr(case, name) for name in NAMES]
     cu_seqlens = torch.tensor(case.boundaries, device=case.q.device)
     with torch.no_grad():
-        found, expected = (f(*inputs, cu_seqlens=cu_seqlens) for f in (compiled(), layer))
+        found, expected = (f(*inputs, cu_seqlens=cu_seqlens) for f in (compiled(layer), layer))
     assert_bitwise_equal("o", found, expected)
 
 
 class Layer(torch.nn.Module):
+    def __init__(self, layer: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.layer = layer
+
     def forward(self, *tensors: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
-        return layer(*tensors, cu_seqlens=cu_seqlens)
+        return self.layer(*tensors, cu_seqlens=cu_seqlens)
 
 
-def test_export_keeps_the_op(make: Any) -> None:
+def test_export_keeps_the_op(layer: Any, op: Any, make: Any) -> None:
     case = make((70, 30), (1, 2))
     inputs = tuple(getattr(case, name) for name in NAMES)
     given = {"cu_seqlens": torch.tensor(case.boundaries, device=case.q.device)}
-    exported = torch.export.export(Layer(), inputs, given)
-    assert torch.ops.cake.kda.default in [node.target for node in exported.graph.nodes]
+    exported = torch.export.export(Layer(layer), inputs, given)
+    assert torch_op(op.name) in [node.target for node in exported.graph.nodes]
     with torch.no_grad():
         assert_bitwise_equal("o", exported.module()(*inputs, **given), layer(*inputs, **given))
 
 
-def test_fake_tensors_have_the_shapes(device: torch.device) -> None:
+def test_fake_tensors_have_the_shapes(op: Any, device: torch.device) -> None:
     with FakeTensorMode():
         q, k = (torch.empty(2, 100, 3, 128, dtype=torch.bfloat16, device=device) for _ in range(2))
         v = torch.empty(2, 100, 6, 128, dtype=torch.bfloat16, device=device)
-        g = torch.empty(2, 100, 6, 128, device=device)
+        g = torch.empty(2, 100, 6, *[128] * (op.name == "kda"), device=device)
         beta = torch.empty(2, 100, 6, device=device)
-        o, state = chunk_kda(q, k, v, g, beta, output_final_state=True)
+        o, state = op.chunk(q, k, v, g, beta, output_final_state=True)
     assert (o.shape, o.dtype, o.device) == (v.shape, v.dtype, v.device)
     assert state is not None
     assert (state.shape, state.dtype) == ((2, 6, 128, 128), torch.float32)
@@ -293,13 +324,15 @@ class Watch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_an_eager_call_goes_straight_to_its_stages(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_eager_call_goes_straight_to_its_stages(
+    layer: Any, op: Any, make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     case = make((70, 30), (1, 2))
     expected = run(layer, case)
     with Watch() as watch:
         assert_same(run(layer, case), expected)
-    assert {torch.ops.cake.kda.default, torch.ops.cake.kda_backward.default} <= set(watch.seen)
-    monkeypatch.setattr(_ops, "call", None)
+    assert {torch_op(op.name), torch_op(f"{op.name}_backward")} <= set(watch.seen)
+    monkeypatch.setattr(op.module("_ops"), "call", None)
     assert_same(run(layer, case), expected)
 
 
@@ -317,17 +350,43 @@ def test_an_eager_call_goes_straight_to_its_stages(make: Any, monkeypatch: pytes
         (lambda t: {"chunk_size": 32}, "chunk_size must be 64, got 32"),
     ],
 )
-def test_refusals_say_what_eager_ones_say(make: Any, change: Callable[..., Any], message: str) -> None:
+def test_refusals_say_what_eager_ones_say(
+    op: Any, make: Any, change: Callable[..., Any], message: str
+) -> None:
     case = make((100,), (1, 2), batch=1)
     tensors = {name: getattr(case, name) for name in NAMES}
     given = {**tensors, **change(tensors)}
-    for function in (chunk_kda, compiled(chunk_kda)):
+    for function in (op.chunk, compiled(op.chunk)):
         with pytest.raises(Exception, match=message):
             function(**given)
 
 
+@pytest.mark.parametrize("form", ["batch", "packed", "packed on the host", "recompute", "no tape"])
+@pytest.mark.parametrize("op", ["gdn"], indirect=True)
+def test_opcheck_of_gdn(make: Any, form: str) -> None:
+    case = make((70, 0, 30), (1, 2)) if form != "batch" else make((40,), (1, 2), batch=2)
+    tensors = [getattr(case, name).requires_grad_(form != "no tape") for name in NAMES]
+    state = case.initial_state.requires_grad_() if form == "recompute" else None
+    cu = torch.tensor(case.boundaries, device=case.q.device) if form in ("packed", "recompute") else None
+    host = list(case.boundaries) if form in ("packed on the host", "no tape") else None
+    recompute = form == "recompute"
+    args = (*tensors, state, cu, host, 0.1, True, True, form != "no tape", "det", recompute, 2, False)
+    torch.library.opcheck(torch.ops.cake.gdn.default, args)
+
+
+@pytest.mark.parametrize("op", ["gdn"], indirect=True)
+def test_opcheck_of_gdns_gate_and_beta(make: Any, device: torch.device) -> None:
+    case = make((70,), (1, 2), batch=1)
+    raw = case.g.requires_grad_()
+    a_log, bias = (torch.rand(2, device=device).requires_grad_() for _ in range(2))
+    torch.library.opcheck(torch.ops.cake.gdn_gate.default, (raw, a_log, bias))
+    torch.library.opcheck(torch.ops.cake.gdn_gate.default, (raw, a_log, None))
+    torch.library.opcheck(torch.ops.cake.gdn_beta.default, (case.beta.requires_grad_(), 2.0))
+
+
 @pytest.mark.parametrize("form", ["packed", "gate", "recompute"])
-def test_opcheck(make: Any, form: str) -> None:
+@pytest.mark.parametrize("op", ["kda"], indirect=True)
+def test_opcheck_of_kda(make: Any, form: str) -> None:
     case = make((40, 0, 70), (1, 2))
     tensors = [getattr(case, name).requires_grad_() for name in NAMES]
     state = case.initial_state.requires_grad_() if form == "recompute" else None
@@ -360,6 +419,7 @@ def test_opcheck(make: Any, form: str) -> None:
     torch.library.opcheck(torch.ops.cake.kda.default, args)
 
 
-def test_opcheck_of_beta(make: Any) -> None:
+@pytest.mark.parametrize("op", ["kda"], indirect=True)
+def test_opcheck_of_kdas_beta(make: Any) -> None:
     case = make((70,), (1, 2), batch=1)
     torch.library.opcheck(torch.ops.cake.kda_beta.default, (case.beta.requires_grad_(), 2.0))
