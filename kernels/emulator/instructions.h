@@ -89,6 +89,8 @@ inline void st_shared_2(uint32_t addr, uint32_t v) { emulator::store(addr, stati
 
 inline float ex2(float x) { return emulator::flushed(exp2f(emulator::flushed(x))); }
 inline float rcp(float x) { return emulator::flushed(1.f / emulator::flushed(x)); }
+inline float max_nan(float x, float y) { return x != x || y != y ? NAN : fmaxf(x, y); }
+inline float min_nan(float x, float y) { return x != x || y != y ? NAN : fminf(x, y); }
 inline uint32_t pack_bf16(float lo, float hi) {
   return __float2bfloat16_rn(lo).bits | uint32_t(__float2bfloat16_rn(hi).bits) << 16;
 }
