@@ -221,6 +221,21 @@ def in_batches(case, batch):
     return replace(case, **rows, **states, seqs=sequences.batched(batch, tokens))
 
 
+def test_a_gate_that_is_no_number_shows(kernels):
+    """In its head of its document from there on, and nowhere else."""
+    case = case_of((150, 70), (2, 2))
+    case.g[0, 10, 1] = torch.nan
+    got = run_all(kernels, case)
+    for name in ("o", "dq", "dk"):
+        assert got[name][0, 10:150, 1].isnan().all(), name
+        assert got[name][0, :, 0].isfinite().all(), name
+        assert got[name][0, 150:].isfinite().all(), name
+    for name in ("final", "dh0"):
+        assert got[name][0, 1].isnan().all(), name
+        assert got[name][:, 0].isfinite().all(), name
+        assert got[name][1].isfinite().all(), name
+
+
 def test_cuts_on_the_device(kernels):
     """Boundaries that only the kernels read: the bits of the same segments planned on the host."""
     known = case_of((200, 0, 130), (1, 2), decay=0.02, cut=(2, 1, 2))

@@ -175,7 +175,7 @@ static __global__ void __launch_bounds__(32, kPrepWarpsPerSm) prep_kernel(const 
   for (int v_head = first; v_head < end; ++v_head) {
     float decay[2];
 #pragma unroll
-    for (int h = 0; h < 2; ++h) decay[h] = valid[h] ? fmaxf(args.g.value(gate[h]), kLeastGate) * kLog2E : 0.f;
+    for (int h = 0; h < 2; ++h) decay[h] = valid[h] ? max_nan(args.g.value(gate[h]), kLeastGate) * kLog2E : 0.f;
 #pragma unroll
     for (int d = 1; d < 32; d <<= 1)
 #pragma unroll
