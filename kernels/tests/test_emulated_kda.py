@@ -209,6 +209,28 @@ def in_batches(case, batch):
     return case | rows | states | {"seqs": sequences.batched(batch, tokens)}
 
 
+@pytest.mark.parametrize(
+    ("gate", "where"),
+    [("ordinary", "g"), ("bounded", "g"), ("standard", "g"), ("bounded", "A_log"), ("standard", "A_log")],
+)
+def test_a_gate_that_is_no_number_shows(kernels, gate, where):
+    """In its head of its document from there on, or in all of A_log's head, and nowhere else."""
+    case = case_of((150, 70), (2, 2), gate=gate)
+    first, end = (10, 150) if where == "g" else (0, 220)
+    if where == "g":
+        case["g"][0, 10, 1, 5] = torch.nan
+    else:
+        case["gate"].a_log[1] = torch.nan
+    _, got = run_all(kernels, **case)
+    for name in ("o", "dq", "dk"):
+        assert got[name][0, first:end, 1].isnan().all(), name
+        assert got[name][0, :, 0].isfinite().all(), name
+        assert got[name][0, end:].isfinite().all(), name
+    for name in ("final", "dh0"):
+        assert got[name][0, 1].isnan().all(), name
+        assert got[name][:, 0].isfinite().all(), name
+
+
 def test_cuts_on_the_device(kernels):
     """Boundaries that only the kernels read: the bits of the same segments planned on the host."""
     case = case_of((200, 0, 130), (1, 2), gate="slow", cut=(2, 1, 2))

@@ -49,7 +49,7 @@ struct Gate {
 
   __device__ __forceinline__ Gate(const GateArgs& args, int v_head) : kind(args.kind), bound(args.bound) {
     const float a_log = GateArgs::load(args.a_log, args.a_log_bf16, v_head);
-    rate = kind == GateKind::kBounded ? ex2(fminf(a_log, kMostLogRate) * kLog2E) : a_log * kLog2E;
+    rate = kind == GateKind::kBounded ? ex2(min_nan(a_log, kMostLogRate) * kLog2E) : a_log * kLog2E;
   }
 };
 
@@ -80,7 +80,7 @@ __device__ __forceinline__ float log2_decay(float raw, float bias, const Gate& g
   } else if (gate.kind == GateKind::kBounded) {
     step = gate.bound * kLog2E * rcp(1.f + ex2(-gate.rate * kLog2E * (raw + bias)));
   }
-  return fmaxf(step, kLeastGate * kLog2E);
+  return max_nan(step, kLeastGate * kLog2E);
 }
 
 // Gradients of the raw gate and, this value's share, of A_log, from that of the log decay. No branch, as in Softplus.

@@ -238,6 +238,18 @@ __device__ __forceinline__ float rcp(float x) {
   return y;
 }
 
+// The larger and the smaller of two; NaN where either is, which fmaxf and fminf drop.
+__device__ __forceinline__ float max_nan(float x, float y) {
+  float z;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+  return z;
+}
+__device__ __forceinline__ float min_nan(float x, float y) {
+  float z;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+  return z;
+}
+
 // Two floats rounded to bf16, `lo` in the lower half.
 __device__ __forceinline__ uint32_t pack_bf16(float lo, float hi) {
   uint32_t r;
