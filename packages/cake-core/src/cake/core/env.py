@@ -32,7 +32,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("CAKE_NVCC", "path of the nvcc to use", "looked for in CUDA_HOME, CUDA_PATH, PATH, PyPI wheels"),
     Variable("CAKE_JOBS", "compilers that run at once", "MAX_JOBS, else the number of usable CPUs"),
     Variable("CAKE_DISABLE_JIT", "1: never compile in this process, use prebuilt libraries only", "0"),
-    Variable("CAKE_LOG", "level of the logger 'cake': debug, info, warning, error", "warning"),
+    Variable("CAKE_LOG", "level of the logger 'cake': debug, info, warning, error, critical", "warning"),
     Variable("CAKE_FLA", "1: register the installed ops as backends of flash-linear-attention", "0"),
     Variable("NVCC_CCBIN", "C++ compiler that nvcc runs for host code", "g++ on PATH"),
     Variable("MAX_JOBS", "read where CAKE_JOBS is unset", "the number of usable CPUs"),
