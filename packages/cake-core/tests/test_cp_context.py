@@ -227,6 +227,14 @@ class TestFlaContexts:
         assert (call.path, call.plan.collective, call.plan.seqs.boundaries) == ("fla", False, (0, 3, 10))
         assert call.plan.roles["alone"].spans == ((0, 3), (3, 10))
 
+    def test_what_runs_is_det_and_a_configured_fast_is_told_once(self, caplog):
+        caplog.set_level("INFO", "cake")
+        call = of_call(self.context(cu_seqlens=torch.tensor([0, 3, 10])), CPU)
+        assert [call.variant("told", variant) for variant in ("det", "fast", "fast")] == ["det"] * 3
+        assert of_call(build_kcp_context([0, 3, 10]), CPU).variant("told", "fast") == "fast"
+        (record,) = caplog.records
+        assert record.message.startswith("told runs det under flash-linear-attention's context")
+
     @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
     @pytest.mark.parametrize("size", [2, 3, 4])
     def test_states_of_a_serial_walk(self, layout, size):
