@@ -144,6 +144,8 @@ def _gate(kind: str | float, noise: torch.Tensor, uniform: torch.Tensor) -> torc
         return -softplus(noise)
     if kind == "model":  # A uniform in (0, 16) as Qwen3-Next starts, dt_bias 1: g reaches about -40
         return -16 * uniform * softplus(noise + 1)
+    if kind == "bounded":  # a lower bound of -5
+        return -5 * noise.sigmoid()
     if kind == "slow":
         return -1e-4 * noise.abs()
     if kind == "mixed":  # none, ordinary and total decay side by side
