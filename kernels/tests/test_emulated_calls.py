@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from cake.core import config, loader, sequences, split_projection, workspace
+from cake.core import config, loader, played, sequences, split_projection, workspace
 from cake.core.calls import Memo
+from cake.core.launch import is_aligned
 from cake.core.testing import assert_bitwise_equal, poisoned_empty, relative_error
 
 BOUNDS = (0, 70, 70, 71, 199)
@@ -102,6 +103,19 @@ def test_parts(op: Op, one_by_one: Any, arguments: dict[str, Any]) -> None:
     with poisoned_empty():
         assert_same(op.results(**arguments), expected)
         assert_same(op.results(**arguments), expected)
+
+
+def test_gradients_that_kernels_cannot_load_are_copied(op: Op, one_by_one: Any, monkeypatch: Any) -> None:
+    """Contiguous ones at an odd address too, which only the recording sees."""
+    expected = one_by_one()
+    # As on a GPU: twins load from any address.
+    monkeypatch.setattr(played, "loadable", lambda x: x if is_aligned(x) else x.clone())
+    odd = torch.empty(op.do.numel() + 1, dtype=op.do.dtype)[1:].view_as(op.do)
+    spread = torch.empty(*op.do.shape, 2, dtype=op.do.dtype)[..., 0]
+    for do in (odd, spread):
+        op.do = do.copy_(op.do)
+        for _ in range(2):
+            assert_same(op.results(), expected)
 
 
 @pytest.mark.parametrize("op", ["kda"], indirect=True)
