@@ -56,7 +56,11 @@ def cases():
 def test_cost_is_that_of_the_jobs_one_by_one(counts, heads, processors):
     for parts in (1, 2, 3, 8):
         cuts = tuple(max(1, min(parts, count)) for count in counts)
-        assert segments.cost(counts, cuts, heads, processors) == slow_cost(counts, cuts, heads, processors)
+        expected = slow_cost(counts, cuts, heads, processors)
+        assert segments.cost(counts, cuts, heads, processors) == expected
+        assert segments.cost(counts, cuts, heads, processors, limit=expected + 1) == expected
+        for limit in (expected, expected * 3 // 4, expected // 2, 1):
+            assert limit <= segments.cost(counts, cuts, heads, processors, limit=limit) <= expected
 
 
 def test_walks_of_two_processors():

@@ -319,13 +319,23 @@ def _planned(counts: tuple[int, ...], heads: int, processors: int, rates: Cost) 
         if length >= longest:
             continue
         cuts = tuple(max(1, -(-count // length)) for count in counts)
-        if cuts != best and (here := cost(counts, cuts, heads, processors, rates)) < limit:
+        if cuts != best and (here := cost(counts, cuts, heads, processors, rates, limit)) < limit:
             best, limit = cuts, here
     return best
 
 
-def cost(counts: Sequence[int], cuts: Sequence[int], heads: int, processors: int, rates: Cost = COST) -> int:
-    """Estimated ns of the serial parts of a forward and a backward with `cuts[s]` segments of sequence s."""
+def cost(
+    counts: Sequence[int],
+    cuts: Sequence[int],
+    heads: int,
+    processors: int,
+    rates: Cost = COST,
+    limit: int | None = None,
+) -> int:
+    """Estimated ns of the serial parts of a forward and a backward with `cuts[s]` segments of sequence s.
+
+    With a `limit`, of plans that take as long or longer something from it on.
+    """
     walks: list[tuple[int, int]] = []
     maps: list[tuple[int, int]] = []
     adjoints: list[tuple[int, int]] = []
@@ -343,7 +353,7 @@ def cost(counts: Sequence[int], cuts: Sequence[int], heads: int, processors: int
         maps += [(size + 1, long_maps * heads), (size, (2 * segments - 3 - long_maps) * heads)]
         long_adjoints = max(longer - 1, 0)
         adjoints += [(size + 1, long_adjoints * heads), (size, (segments - 1 - long_adjoints) * heads)]
-    total = 0
+    total, parts = 0, []
     shared = sum(counts) * heads * rates.full // processors
     for items, rate, least in (
         (walks, rates.scan, shared),
@@ -354,11 +364,21 @@ def cost(counts: Sequence[int], cuts: Sequence[int], heads: int, processors: int
         if rates.half and 2 * sum(count for _, count in items) <= processors:
             items, rate = [(chunks, 2 * count) for chunks, count in items], rate * rates.half // 100
         if items:
-            total += max(makespan(items, processors, rates.start, rate), least)
+            parts.append((items, rate, least))
     if steps:
         octets = 1 if chains <= 8 else 2 if chains <= 16 else 4 if chains <= 33 else 8
         total += 2 * (rates.merge_start + steps * ((rates.merge + octets * rates.merge_octet) // 2))
-    return total
+    # An even share of the work is the least that a part takes, and told much sooner than what it does take.
+    if limit is not None:
+        floor = total
+        for items, rate, least in parts:
+            work = sum(count * (rates.start + chunks * rate) for chunks, count in items)
+            floor += max(-(-work // processors), least)
+        if floor >= limit:
+            return floor
+    return total + sum(
+        max(makespan(items, processors, rates.start, rate), least) for items, rate, least in parts
+    )
 
 
 def makespan(items: Iterable[tuple[int, int]], processors: int, start: int, rate: int) -> int:
