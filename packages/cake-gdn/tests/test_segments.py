@@ -1,4 +1,4 @@
-"""Calls that are cut into segments: errors, bits, and the stages that make the states between segments."""
+"""Plans of calls that are cut into segments, and the stages that make the states between segments."""
 
 from __future__ import annotations
 
@@ -8,193 +8,10 @@ import pytest
 import torch
 
 from cake.core import segments as planner
-from cake.core.segments import plan_unseen
-from cake.core.testing import assert_bitwise_equal, poisoned_empty, relative_error
-from cake.gdn import _segments, _stages, chunk_gated_delta_rule, plan, reference
+from cake.core.testing import poisoned_empty, relative_error
+from cake.gdn import _segments, _stages, plan, reference
 
 LENGTHS = (200, 0, 64, 330, 30)
-
-
-@pytest.fixture
-def cut_from(monkeypatch):
-    """Lets plans cut sequences that are too short to be worth it."""
-    monkeypatch.setattr(planner, "COST", planner.Cost(start=0, merge_start=0, merge=0, merge_octet=0))
-    monkeypatch.setattr(planner, "LENGTHS", (2, 4))
-
-
-class TestAccuracy:
-    @pytest.mark.parametrize("count", [2, 100])
-    @pytest.mark.parametrize("gate", ["ordinary", "model", "mixed", 0.0, -1e-4, -0.02, -1000.0], ids=str)
-    def test_gates(self, make, call, assert_accurate, gate, count):
-        case = make(LENGTHS, heads=(1, 1), gate=gate, seed=5)
-        with poisoned_empty():
-            got = call(case, segments=count)
-        assert_accurate(case, got, 1.5 if gate in (0.0, -1e-4, -0.02) else 1.0)
-
-    @pytest.mark.parametrize("gate", ["ordinary", 0.0], ids=str)
-    def test_without_states(self, make, call, assert_accurate, gate):
-        case = make(LENGTHS, heads=(1, 2), gate=gate, state=False)
-        with poisoned_empty():
-            got = call(case, segments=3)
-        assert_accurate(case, got, 1.5 if gate == 0.0 else 1.0)
-
-    @pytest.mark.parametrize("heads", [(1, 1), (2, 2), (2, 6)], ids=str)
-    def test_heads(self, make, call, assert_accurate, heads):
-        case = make((400, 130), heads=heads, gate=-0.05)
-        assert_accurate(case, call(case, segments=3))
-
-    def test_a_batch(self, make, call, assert_accurate):
-        case = make((300,), heads=(1, 2), batch=2, gate=-0.05)
-        assert_accurate(case, call(case, segments=2))
-
-    @pytest.mark.parametrize("tokens", [129, 191, 192, 193, 257], ids="T{}".format)
-    def test_short_last_segments(self, make, call, assert_accurate, tokens):
-        case = make((tokens,), gate=-0.01)
-        # Almost no decay: dg is nearly one sum for all tokens, and so is its error.
-        assert_accurate(case, call(case, segments=100), 1.5)
-
-    def test_keys_without_norm(self, make, call, assert_accurate):
-        # Nothing bounds the maps of long keys: none is taken to vanish.
-        case = make((400,), l2norm=False, gate=-0.5)
-        assert_accurate(case, call(case, segments=3))
-
-    def test_beta_above_one(self, make, call, assert_accurate):
-        case = make((400,), gate=-0.05)
-        case = case.replace(beta=2 * case.beta)
-        assert_accurate(case, call(case, segments=3), 1.5)
-
-    def test_fast(self, make, call, assert_accurate):
-        case = make((600,), gate="ordinary")
-        assert_accurate(case, call(case, segments=4, variant="fast"))
-
-    @pytest.mark.parametrize("which", ["o", "ht"])
-    def test_a_loss_on_one_result(self, make, call, assert_accurate, which):
-        case = make((300, 100), gate=-0.02)
-        case = case.replace(dht=None) if which == "o" else case.replace(do=torch.zeros_like(case.do))
-        got = call(case, segments=3, final=which == "ht")
-        assert_accurate(case, got, least_dg=0.02)
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize("gate", [0.0, -1e-4], ids=str)
-    def test_long_and_slow(self, make, call, assert_accurate, device, gate):
-        case = make((8192,), heads=(1, 1), gate=gate)
-        assert_accurate(case, call(case, segments=32), 1.5)
-
-    @pytest.mark.gpu
-    @pytest.mark.parametrize("device", ["cuda"], indirect=True)
-    @pytest.mark.parametrize("gate", [0.0, -1e-4], ids=str)
-    def test_longer_and_slow(self, make, call, device, gate):
-        # The recurrence would take minutes. Whole and cut differ by their roundings, each off by half of it.
-        case = make((131072,), heads=(1, 1), gate=gate)
-        whole = call(case, segments=1)
-        for name, x in call(case, segments=64).items():
-            assert relative_error(x, whole[name]) < 1e-2, name
-
-
-class TestBits:
-    def test_one_segment_is_no_cut(self, make, call, assert_same_bits):
-        case = make((200, 70))
-        assert_same_bits(call(case, segments=1), call(case))
-
-    @pytest.mark.parametrize("state", [True, False], ids=["state", "no-state"])
-    @pytest.mark.parametrize("gate", ["ordinary", 0.0], ids=str)
-    def test_recomputed_states(self, make, call, assert_same_bits, gate, state):
-        case = make(LENGTHS, heads=(2, 4), gate=gate, state=state)
-        saved = call(case, segments=3, recompute_state=False)
-        with poisoned_empty():
-            assert_same_bits(call(case, segments=3, recompute_state=True), saved)
-            assert_same_bits(call(case, segments=3), saved)
-
-    def test_the_first_segments_are_the_same_walk(self, make, call, device):
-        case = make((640,), gate=-0.001)
-        whole, cut = call(case, segments=1), call(case, segments=2)
-        assert_bitwise_equal("o", cut["o"][:, :320], whole["o"][:, :320])
-        # The second one starts from the state that the pre-scan found: walked alike, from the same state.
-        assert_bitwise_equal("o", cut["o"], whole["o"])
-
-    def test_neighbours(self, make, call, cut_from):
-        case = make((600, 200), heads=(1, 2))
-        alone = case.map(lambda x: x)
-        for name in ("q", "k", "v", "g", "beta", "do"):
-            alone = alone.replace(**{name: getattr(case, name)[:, :600]})
-        alone = alone.replace(boundaries=(0, 600), initial_state=case.initial_state[:1], dht=case.dht[:1])
-        packed, single = call(case, packing_invariant=True), call(alone, packing_invariant=True)
-        for name in ("o", "dq", "dk", "dv", "dg", "dbeta"):
-            assert_bitwise_equal(name, packed[name][:, :600], single[name])
-        for name in ("ht", "dh0"):
-            assert_bitwise_equal(name, packed[name][:1], single[name])
-
-    def test_zero_state_is_no_state(self, make, call, assert_same_bits):
-        case = make((400, 130), heads=(2, 4), gate=-0.02, state=False)
-        without = call(case, segments=3)
-        zeros = case.q.new_zeros((2, 4, 128, 128), dtype=torch.float32)
-        with_state = call(case.replace(initial_state=zeros), segments=3)
-        del with_state["dh0"]
-        assert_same_bits(with_state, without)
-
-    def test_one_sequence_with_boundaries_on_the_device(self, make, call, assert_same_bits, device):
-        case = make((600,), gate=-0.02)
-        cu = torch.tensor(case.boundaries, device=device)
-        assert_same_bits(call(case, cu_seqlens=cu, segments=4), call(case, segments=4))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("device", ["cuda"], indirect=True)
-class TestCutOnTheDevice:
-    """Boundaries that exist on the GPU alone: the same segments, made there, and so the same bits."""
-
-    @pytest.fixture
-    def length(self):
-        return 2
-
-    @pytest.fixture(autouse=True)
-    def _unseen(self, length, monkeypatch):
-        monkeypatch.setattr(planner, "plan_unseen", lambda *_: length)
-
-    @pytest.fixture
-    def as_known(self, length, monkeypatch):
-        def plan_alike(counts, *_, **__):
-            return tuple(max(1, -(-count // length)) for count in counts)
-
-        monkeypatch.setattr(planner, "plan", plan_alike)
-
-    @pytest.mark.parametrize("length", [2, 3, 100], ids="L{}".format)
-    @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-    @pytest.mark.parametrize("state", [True, False], ids=["state", "no-state"])
-    @pytest.mark.parametrize("gate", ["ordinary", 0.0], ids=str)
-    def test_bits(self, make, call, assert_same_bits, as_known, gate, state, dtype):
-        case = make((*LENGTHS, 0), heads=(2, 4), gate=gate, state=state)
-        cu = torch.tensor(case.boundaries, dtype=dtype, device=case.q.device)
-        known = call(case)
-        with poisoned_empty():
-            assert_same_bits(call(case, cu_seqlens=cu), known)
-            assert_same_bits(call(case, cu_seqlens=cu, recompute_state=True), known)
-
-    def test_many_sequences(self, make, call, assert_same_bits, as_known):
-        lengths = tuple(1 + 37 * i % 200 for i in range(1300))
-        case = make(lengths, heads=(1, 1), gate=-0.01, state=False)
-        cu = torch.tensor(case.boundaries, device=case.q.device)
-        assert_same_bits(call(case, cu_seqlens=cu), call(case))
-
-    def test_by_default(self, make, call, assert_accurate, monkeypatch):
-        monkeypatch.setattr(planner, "plan_unseen", plan_unseen)
-        made = []
-        keep = planner.cut_unseen
-        monkeypatch.setattr(planner, "cut_unseen", lambda *x: made.append(keep(*x)) or made[-1])
-        case = make((900, 100, 300), heads=(1, 2), gate=-0.01)
-        cu = torch.tensor(case.boundaries, device=case.q.device)
-        assert_accurate(case, call(case, cu_seqlens=cu))
-        assert made[0].length == planner.plan_unseen(1300, 3, 2)
-        assert_accurate(case, call(case, cu_seqlens=cu, segments=1))
-        assert len(made) == 1
-
-    def test_boundaries_that_do_not_fit_stay_inside(self, make, call):
-        # Undefined results, but nothing outside the tensors is touched.
-        case = make((900, 300), heads=(1, 1), state=False)
-        for bounds in ([0, 1200, 0, 1200], [1200, 0, 1200], [0, 5000, 1200], [0, 10, 20]):
-            cu = torch.tensor(bounds, device=case.q.device)
-            call(case, cu_seqlens=cu)
-            torch.cuda.synchronize()
 
 
 class TestPlan:
@@ -203,14 +20,6 @@ class TestPlan:
 
     def test_a_full_gpu_is_left_alone(self):
         assert planner.cut_of_call(plan.batched(8, 4096), 64, None, False) is None
-
-    def test_by_default(self, make, call, cut_from, monkeypatch, assert_accurate):
-        made = []
-        keep = planner.cut
-        monkeypatch.setattr(planner, "cut", lambda *x: made.append(keep(*x)) or made[-1])
-        case = make((600, 60), gate=-0.02)
-        assert_accurate(case, call(case))
-        assert made[0].n > 2
 
     @pytest.mark.parametrize("name", ["segments", "packing_invariant"])
     def test_boundaries_must_be_known(self, name):
@@ -223,11 +32,6 @@ class TestPlan:
         seqs = plan.packed_on_device(torch.tensor([0, 100, 60000]), 60000)
         assert planner.cut_of_call(seqs, 2, None, False).length == 16
         assert planner.cut_of_call(seqs, 2, 1, False) is None
-
-    def test_refusals(self, make):
-        case = make((100,))
-        with pytest.raises(ValueError, match="segments must be at least 1, got 0"):
-            chunk_gated_delta_rule(case.q, case.k, case.v, case.g, case.beta, segments=0)
 
 
 class TestStages:
