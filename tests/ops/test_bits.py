@@ -123,6 +123,15 @@ def test_variants(make, call, assert_accurate, variant):
     assert_accurate(case, call(case, variant=variant))
 
 
+@pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_does_not_reach_inside(make, call, device, assert_same_bits, autocast):
+    case = make((70, 65), heads=(1, 2))
+    expected = call(case)
+    with torch.autocast(device.type, dtype=autocast):
+        got = call(case)
+    assert_same_bits(got, expected)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", ["cuda"], indirect=True)
 class TestStreams:
