@@ -241,6 +241,7 @@ def test_time_budget_of_nothing_runs_nothing(timed):
         (("--out", "."), "--out must be a file, got the folder ."),
         (("--png", "."), "--png must be a file, got the folder ."),
         (("--out", f"{__file__}/out.json"), "--out must be a file in a folder that can be written to, got"),
+        (("--keep",), "--keep needs --out"),
         (("--keep", "--out", __file__), "holds no results of cake bench: JSONDecodeError"),
     ],
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -93,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure, print the table and write the JSON; 1 where an arm of the op failed or two arms disagreed."""
     from cake.core import registry
     from cake.core.cli._device import device_of
-    from cake.core.cli._output import check_file
+    from cake.core.cli._output import check_file, read_results
     from cake.core.errors import ConfigError
 
     spec = registry.op_spec(args.op)
@@ -110,9 +109,10 @@ def run(args: argparse.Namespace) -> int:
     try:
         for option, path in (("--out", args.out), ("--png", args.png)):
             check_file(option, path)
-        old = _read(args.compare, bench)
-        earlier = _read(args.out if args.keep and args.out is not None and args.out.exists() else None, bench)
-        source = _read(args.source, bench)
+        if args.keep and args.out is None:
+            raise ValueError("--keep needs --out, the file whose shapes are kept")
+        old, source = read_results(args.compare, bench.op), read_results(args.source, bench.op)
+        earlier = read_results(args.out, bench.op) if args.keep and args.out.exists() else None
         if source is not None:
             return _show(args, source, old)
         device = device_of(args.device if args.rank is None else _device_of_rank(args))
@@ -125,24 +125,6 @@ def run(args: argparse.Namespace) -> int:
     if args.rank is not None:
         return _measure_rank(args, bench, plan, device)
     return _measure(args, bench, plan, device, old, earlier)
-
-
-def _read(path: Path | None, bench: Bench) -> dict[str, Any] | None:
-    """A results document of the op.
-
-    Raises:
-        ValueError: The file can't be read, or is no results document of this op.
-    """
-    if path is None:
-        return None
-    try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        ops = {row["op"] for row in found["rows"]}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} holds no results of cake bench: {type(error).__name__}: {error}") from None
-    if ops - {bench.op}:
-        raise ValueError(f"{path} must hold results of {bench.op!r}, got {', '.join(sorted(ops))}")
-    return found
 
 
 def _show(
