@@ -119,6 +119,7 @@ def chunk_gated_delta_rule(
     last dimension isn't contiguous (as `o.sum().backward()` makes one) is copied once. A call keeps its
     inputs for the backward, `cu_seqlens` included: changing them in place before it raises there.
     Gradients of views that `cake.core.split_projection` made of one tensor are parts of one tensor, too.
+    Gradients of gradients and, on a GPU, tangents of forward-mode differentiation raise.
 
     Determinism: under det the same inputs give the same bits in every call, process and stream, whether
     states are saved or recomputed. A sequence's bits don't depend on its neighbours in the pack as long as it
@@ -202,12 +203,15 @@ def chunk_gated_delta_rule(
         packing_invariant,
         _gates.beta_scale(allow_neg_eigval) if use_beta_sigmoid_in_kernel else None,
     )
-    context, key = None, None
-    if cp_context is not None:
-        check_inputs(q, k, v, g, beta)
-        context = cp.of_call(cp_context, q.device)
-    else:
+    context = None
+    if cp_context is None:
         key = key_of(tensors, cu_seqlens, cu_seqlens_cpu, settings)
+    else:
+        if not isinstance(q, torch.Tensor):
+            check_inputs(q, k, v, g, beta)  # which says so
+        context = cp.of_call(cp_context, q.device)
+        # Plans are made once for all contexts of the same content.
+        key = key_of(tensors, None, None, (*settings, context.path, context.plan))
     call = None if key is None else _calls.get(key)
     if call is None:
         call = _call_of(*tensors, cu_seqlens, cu_seqlens_cpu, context, *settings)
