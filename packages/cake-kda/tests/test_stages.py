@@ -262,7 +262,7 @@ class TestAdjoint:
         assert relative_error(case.beta[..., None] * y, truth(case)["dv"]) < 5e-3
 
 
-def test_out_gives_what_the_op_gives(stages, case, seqs, prepared, call, assert_same_bits):
+def test_out_gives_what_the_op_gives(stages, case, seqs, prepared, call):
     edge = case.initial_state is not None
     with poisoned_empty():
         o, final, states = stages.scan(
@@ -295,7 +295,11 @@ def test_out_gives_what_the_op_gives(stages, case, seqs, prepared, call, assert_
         )
     assert partials is None
     got = {"o": o, "dq": dq, "dk": dk, "dv": dv, "dg": dg, "dbeta": dbeta}
-    assert_same_bits(got | ({"ht": final, "dh0": dh0} if edge else {}), call(case))
+    got |= {"ht": final, "dh0": dh0} if edge else {}
+    expected = call(case)
+    assert got.keys() == expected.keys()
+    for name, x in expected.items():
+        assert_bitwise_equal(name, got[name], x)
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 128, 129, 1000])
