@@ -95,6 +95,8 @@ def _contract(repo: Path, built: Path, release: Release) -> Path | None:
     """The tests of every op's contract at a release's commit. None before there were any, and where this
     clone doesn't hold that commit: they are no part of the release."""
     folder = built.with_name(f"{built.name}-contract")
+    if not folder.is_dir() and not has_object(repo, release.commit):
+        print(f"{built.name}: this clone lacks its commit, so the tests of its sdist alone", flush=True)
     if not folder.is_dir() and has_object(repo, f"{release.commit}:{CONTRACT}"):
         export(repo, f"{release.commit}:{CONTRACT}", folder)
     return folder if folder.is_dir() else None
