@@ -217,7 +217,7 @@ def forward_jointly(
         maps = (b, *rest)
         if exchange is not None:
             ends, own_maps = _maps_of(walks, part, cut, *maps)
-            fill(exchange, part, d, [ends], own_maps)
+            fill(exchange, part, d, ends, own_maps)
     if exchange is not None:
         exchange.start()
         # A rank that no state enters walks while the exchange is under way.
@@ -311,10 +311,10 @@ def _put(b: torch.Tensor, rows: list[int], states: torch.Tensor | None) -> None:
 
 def _maps_of(
     walks: JointWalks, part: Plan, cut: Cut, b: torch.Tensor, m: torch.Tensor, live: torch.Tensor
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """B of first and middle sequences, and M of the latter: those of their segments, composed."""
+) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    """B of first and of middle sequences, and M of the latter: those of their segments, composed."""
     first, middle = ([cut.runs[s] for s in part.ids[role]] for role in LEFT)
-    ends = []
+    ends: list[torch.Tensor] = []
     if first:
         chains = tuple(
             tuple((i, i if j else -1, row if i == run[-1] else -1) for j, i in enumerate(run))
@@ -337,7 +337,7 @@ def _maps_of(
         both = walks.merge(wide, m, tuple(steps), len(middle), live=live)
         ends.append(both[..., :128])
         own_maps = both[..., 128:].contiguous()
-    return torch.cat(ends) if ends else None, own_maps
+    return ends, own_maps
 
 
 def _adjoints_of(
