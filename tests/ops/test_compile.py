@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -112,6 +114,21 @@ def test_a_layer_stays_whole_and_keeps_its_bits(layer: Any, make: Any, dynamic: 
     for tokens in (128, 300, 301):
         case = make((tokens - 70, 0, 70), (1, 2))
         assert_same(run(step, case), run(layer, case))
+
+
+def test_a_graph_names_what_made_it(op: Any, layer: Any, make: Any, tmp_path: Path) -> None:
+    """torch keeps graphs on disk: one of another version, with another tape, must not be found again."""
+    graphs: list[torch.fx.GraphModule] = []
+    step = compiled(layer, backend=lambda graph, _: graphs.append(graph) or graph.forward)
+    run(step, make((70,), (1, 2)))
+    (node,) = (node for node in graphs[0].graph.nodes if str(node.target) == f"cake.{op.name}")
+    shapes = op.module("_shapes")
+    assert node.args[-1] == shapes.MADE_BY
+    ours, core = tmp_path / "ours", Path(config.__file__).parent
+    shutil.copytree(Path(shapes.__file__).parent, ours)
+    assert shapes.made_by(ours, core) == shapes.MADE_BY
+    (ours / "_stages.py").write_text("# another tape")
+    assert shapes.made_by(ours, core) != shapes.MADE_BY
 
 
 @ON_A_GPU_TOO
@@ -363,19 +380,22 @@ def test_refusals_say_what_eager_ones_say(
 
 @pytest.mark.parametrize("form", ["batch", "packed", "packed on the host", "recompute", "no tape"])
 @pytest.mark.parametrize("op", ["gdn"], indirect=True)
-def test_opcheck_of_gdn(make: Any, form: str) -> None:
+def test_opcheck_of_gdn(op: Any, make: Any, form: str) -> None:
+    made_by = op.module("_ops").MADE_BY
     case = make((70, 0, 30), (1, 2)) if form != "batch" else make((40,), (1, 2), batch=2)
     tensors = [getattr(case, name).requires_grad_(form != "no tape") for name in NAMES]
     state = case.initial_state.requires_grad_() if form == "recompute" else None
     cu = torch.tensor(case.boundaries, device=case.q.device) if form in ("packed", "recompute") else None
     host = list(case.boundaries) if form in ("packed on the host", "no tape") else None
     recompute = form == "recompute"
-    args = (*tensors, state, cu, host, 0.1, True, True, form != "no tape", "det", recompute, 2, False)
+    options = (0.1, True, True, form != "no tape", "det", recompute, 2, False, made_by)
+    args = (*tensors, state, cu, host, *options)
     torch.library.opcheck(torch.ops.cake.gdn.default, args)
 
 
 @pytest.mark.parametrize("op", ["gdn"], indirect=True)
-def test_opcheck_of_gdns_gate_and_beta(make: Any, device: torch.device) -> None:
+def test_opcheck_of_gdns_gate_and_beta(op: Any, make: Any, device: torch.device) -> None:
+    op.module("_ops")  # registers them
     case = make((70,), (1, 2), batch=1)
     raw = case.g.requires_grad_()
     a_log, bias = (torch.rand(2, device=device).requires_grad_() for _ in range(2))
@@ -386,7 +406,8 @@ def test_opcheck_of_gdns_gate_and_beta(make: Any, device: torch.device) -> None:
 
 @pytest.mark.parametrize("form", ["packed", "gate", "recompute"])
 @pytest.mark.parametrize("op", ["kda"], indirect=True)
-def test_opcheck_of_kda(make: Any, form: str) -> None:
+def test_opcheck_of_kda(op: Any, make: Any, form: str) -> None:
+    made_by = op.module("_ops").MADE_BY
     case = make((40, 0, 70), (1, 2))
     tensors = [getattr(case, name).requires_grad_() for name in NAMES]
     state = case.initial_state.requires_grad_() if form == "recompute" else None
@@ -415,11 +436,13 @@ def test_opcheck_of_kda(make: Any, form: str) -> None:
         2,
         False,
         None,
+        made_by,
     )
     torch.library.opcheck(torch.ops.cake.kda.default, args)
 
 
 @pytest.mark.parametrize("op", ["kda"], indirect=True)
-def test_opcheck_of_kdas_beta(make: Any) -> None:
+def test_opcheck_of_kdas_beta(op: Any, make: Any) -> None:
+    op.module("_ops")  # registers it
     case = make((70,), (1, 2), batch=1)
     torch.library.opcheck(torch.ops.cake.kda_beta.default, (case.beta.requires_grad_(), 2.0))

@@ -19,6 +19,7 @@ from cake.core.segments import cut_of_call
 from cake.gdn import _autograd, _checks, _gates, _route, _segments, _stages
 from cake.gdn._autograd import Call, Inputs
 from cake.gdn._route import Route
+from cake.gdn._shapes import MADE_BY
 from cake.gdn._stages import Prep
 from cake.gdn.plan import Sequences
 
@@ -68,6 +69,7 @@ def call(
         recompute,
         segments,
         packing_invariant,
+        MADE_BY,
     )
     return o, final_state if output_final_state else None
 
@@ -107,7 +109,8 @@ def _real_sequences(
     mutates_args=(),
     schema="(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial_state, Tensor? cu_seqlens, "
     "SymInt[]? boundaries, float scale, bool l2norm, bool output_final_state, bool save, str variant, "
-    "bool recompute_state, int? segments, bool packing_invariant) -> (Tensor, Tensor, Tensor[])",
+    "bool recompute_state, int? segments, bool packing_invariant, str made_by) "
+    "-> (Tensor, Tensor, Tensor[])",
 )
 def gdn(
     q: torch.Tensor,
@@ -126,6 +129,7 @@ def gdn(
     recompute_state: bool,
     segments: int | None,
     packing_invariant: bool,
+    made_by: str,
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     _checks.check_alignment(q, k, v)
     seqs = _real_sequences(q, cu_seqlens, boundaries)
@@ -181,6 +185,7 @@ def _(
     recompute_state: bool,
     segments: int | None,
     packing_invariant: bool,
+    made_by: str,
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     _checks.check_inputs(q, k, v, g, beta)
     seqs = tracing.fake_sequences(q.shape[0], q.shape[1], cu_seqlens, boundaries)
@@ -273,7 +278,7 @@ def _(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     tensors, boundaries = inputs[: _WANTED + 1], inputs[_WANTED + 1]
-    scale, l2norm, _final, _save, variant, *cut = inputs[_WANTED + 2 :]
+    scale, l2norm, _final, _save, variant, *cut, _made_by = inputs[_WANTED + 2 :]
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[2])
     ctx.save_for_backward(*tensors, *output[2])
@@ -283,7 +288,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -
 def _backward(
     ctx: Any, do: torch.Tensor | None, dht: torch.Tensor | None, _tape: Any
 ) -> tuple[torch.Tensor | None, ...]:
-    rest = (None,) * 10
+    rest = (None,) * 11
     if do is None and dht is None:
         return (None,) * _WANTED + rest
     saved = ctx.saved_tensors  # asked once: a checkpoint unpacks at every question

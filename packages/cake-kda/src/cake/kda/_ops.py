@@ -18,6 +18,7 @@ from cake.core.sequences import Sequences
 from cake.kda import _autograd, _checks, _gates, _route, _segments, _stages
 from cake.kda._autograd import Call, Tensors
 from cake.kda._route import Route
+from cake.kda._shapes import MADE_BY
 
 FP32 = torch.float32
 _WANTED = 8  # q, k, v, g, beta, initial_state, A_log, dt_bias
@@ -72,6 +73,7 @@ def call(
         segments,
         packing_invariant,
         backend,
+        MADE_BY,
     )
     return o, final_state if output_final_state else None
 
@@ -120,7 +122,7 @@ def _real_sequences(
     schema="(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial_state, Tensor? a_log, "
     "Tensor? bias, Tensor? cu_seqlens, SymInt[]? boundaries, float scale, bool l2norm, bool use_gate, "
     "float? lower_bound, bool output_final_state, bool save, str variant, bool recompute_state, "
-    "int? segments, bool packing_invariant, str? backend) -> (Tensor, Tensor, Tensor[])",
+    "int? segments, bool packing_invariant, str? backend, str made_by) -> (Tensor, Tensor, Tensor[])",
 )
 def kda(
     q: torch.Tensor,
@@ -144,6 +146,7 @@ def kda(
     segments: int | None,
     packing_invariant: bool,
     backend: str | None,
+    made_by: str,
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     _checks.check_alignment(("q", q), ("k", k), ("v", v), ("g", g))
     found = _stages.backend_name(q.device, backend)
@@ -209,6 +212,7 @@ def _(
     segments: int | None,
     packing_invariant: bool,
     backend: str | None,
+    made_by: str,
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     _checks.check_inputs(q, k, v, g, beta)
     seqs = tracing.fake_sequences(q.shape[0], q.shape[1], cu_seqlens, boundaries)
@@ -336,7 +340,7 @@ def _(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     tensors, boundaries = inputs[: _WANTED + 1], inputs[_WANTED + 1]
-    scale, l2norm, use_gate, lower_bound, _final, _save, variant, *rest = inputs[_WANTED + 2 :]
+    scale, l2norm, use_gate, lower_bound, _final, _save, variant, *rest, _made_by = inputs[_WANTED + 2 :]
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[2])
     ctx.save_for_backward(*tensors, *output[2])
@@ -347,7 +351,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -
 def _backward(
     ctx: Any, do: torch.Tensor | None, dht: torch.Tensor | None, _tape: Any
 ) -> tuple[torch.Tensor | None, ...]:
-    rest = (None,) * 13
+    rest = (None,) * 14
     if do is None and dht is None:
         return (None,) * _WANTED + rest
     saved = ctx.saved_tensors  # asked once: a checkpoint unpacks at every question
