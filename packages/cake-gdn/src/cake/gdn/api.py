@@ -9,7 +9,7 @@ import torch
 
 from cake.core import config, cp, sequences, tracing
 from cake.core.calls import Memo, key_of, near_key_of
-from cake.core.checks import check_number
+from cake.core.checks import check_number, check_tensor
 from cake.core.launch import ALIGNMENT
 from cake.core.recording import Otherwise
 from cake.core.segments import cut_of_call
@@ -207,8 +207,7 @@ def chunk_gated_delta_rule(
     if cp_context is None:
         key = key_of(tensors, cu_seqlens, cu_seqlens_cpu, settings)
     else:
-        if not isinstance(q, torch.Tensor):
-            check_inputs(q, k, v, g, beta)  # which says so
+        check_tensor("q", q)
         context = cp.of_call(cp_context, q.device)
         # Plans are made once for all contexts of the same content.
         key = key_of(tensors, None, None, (*settings, context.path, context.plan))
