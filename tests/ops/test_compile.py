@@ -131,6 +131,22 @@ def test_a_graph_names_what_made_it(op: Any, layer: Any, make: Any, tmp_path: Pa
     assert shapes.made_by(ours, core) != shapes.MADE_BY
 
 
+def test_programs_that_were_exported_without_that_name_run(op: Any, make: Any) -> None:
+    """Of versions before the argument."""
+    case = make((70,), (1, 2))
+    tensors = [getattr(case, name) for name in NAMES]
+
+    class Layer(torch.nn.Module):
+        def forward(self, *tensors: torch.Tensor) -> Any:
+            return op.chunk(*tensors)[0]
+
+    program = torch.export.export(Layer(), tuple(tensors)).module()
+    (node,) = (node for node in program.graph.nodes if node.target is torch_op(op.name))
+    node.args = node.args[:-1]
+    program.recompile()
+    assert_bitwise_equal("o", program(*tensors), op.chunk(*tensors)[0])
+
+
 @ON_A_GPU_TOO
 @pytest.mark.parametrize("boundaries", ["tensor", "list", "none"])
 def test_twenty_lengths_need_two_more_compilations_at_most(layer: Any, make: Any, boundaries: str) -> None:

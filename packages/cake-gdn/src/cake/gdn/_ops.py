@@ -109,7 +109,7 @@ def _real_sequences(
     mutates_args=(),
     schema="(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial_state, Tensor? cu_seqlens, "
     "SymInt[]? boundaries, float scale, bool l2norm, bool output_final_state, bool save, str variant, "
-    "bool recompute_state, int? segments, bool packing_invariant, str made_by) "
+    "bool recompute_state, int? segments, bool packing_invariant, str made_by='') "
     "-> (Tensor, Tensor, Tensor[])",
 )
 def gdn(
@@ -129,7 +129,7 @@ def gdn(
     recompute_state: bool,
     segments: int | None,
     packing_invariant: bool,
-    made_by: str,
+    made_by: str = "",
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     _checks.check_alignment(q, k, v)
     seqs = _real_sequences(q, cu_seqlens, boundaries)
@@ -185,7 +185,7 @@ def _(
     recompute_state: bool,
     segments: int | None,
     packing_invariant: bool,
-    made_by: str,
+    made_by: str = "",
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     _checks.check_inputs(q, k, v, g, beta)
     seqs = tracing.fake_sequences(q.shape[0], q.shape[1], cu_seqlens, boundaries)

@@ -122,7 +122,7 @@ def _real_sequences(
     schema="(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial_state, Tensor? a_log, "
     "Tensor? bias, Tensor? cu_seqlens, SymInt[]? boundaries, float scale, bool l2norm, bool use_gate, "
     "float? lower_bound, bool output_final_state, bool save, str variant, bool recompute_state, "
-    "int? segments, bool packing_invariant, str? backend, str made_by) -> (Tensor, Tensor, Tensor[])",
+    "int? segments, bool packing_invariant, str? backend, str made_by='') -> (Tensor, Tensor, Tensor[])",
 )
 def kda(
     q: torch.Tensor,
@@ -146,7 +146,7 @@ def kda(
     segments: int | None,
     packing_invariant: bool,
     backend: str | None,
-    made_by: str,
+    made_by: str = "",
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     _checks.check_alignment(("q", q), ("k", k), ("v", v), ("g", g))
     found = _stages.backend_name(q.device, backend)
@@ -212,7 +212,7 @@ def _(
     segments: int | None,
     packing_invariant: bool,
     backend: str | None,
-    made_by: str,
+    made_by: str = "",
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     _checks.check_inputs(q, k, v, g, beta)
     seqs = tracing.fake_sequences(q.shape[0], q.shape[1], cu_seqlens, boundaries)
