@@ -6,8 +6,10 @@ ops instead, which a tracer sees as one node each. The bits are the same.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,12 +19,36 @@ from cake.core.checks import check_boundaries
 from cake.core.segments import Segments
 from cake.core.sequences import CHUNK, Sequences
 
-__all__ = ["configured", "fake_sequences", "host_boundaries", "traced", "with_room", "with_room_of"]
+__all__ = [
+    "configured",
+    "fake_sequences",
+    "host_boundaries",
+    "made_by",
+    "traced",
+    "with_room",
+    "with_room_of",
+]
 
 
 def traced() -> bool:
     """Whether a tracer looks at this call. Costs a fraction of a microsecond."""
     return torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
+def made_by(sources: Path) -> str:
+    """A digest of the sources that decide what a tracer is told of an op, for an argument of the op.
+
+    torch keeps compiled graphs on disk and finds them by names and arguments, so that a graph of another
+    version, with another tape, would be taken for ours.
+
+    Args:
+        sources: the op's folder.
+    """
+    shared = (Path(__file__).parent / name for name in ("segments.py", "sequences.py", "tracing.py"))
+    digest = hashlib.sha256()
+    for path in sorted((*sources.glob("*.py"), *shared), key=lambda path: path.name):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def configured(op: str, variant: str | None, option: str, given: Any) -> tuple[str, Any]:

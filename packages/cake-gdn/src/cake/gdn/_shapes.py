@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,9 @@ import torch
 from cake.core import tracing
 from cake.gdn._stages import Prep
 from cake.gdn.plan import CHUNK, Sequences
+
+#: The last argument of the op: see `cake.core.tracing.made_by`.
+MADE_BY = tracing.made_by(Path(__file__).parent)
 
 
 def prep(k: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, seqs: Sequences, *, l2norm: bool) -> Prep:
@@ -44,23 +46,3 @@ def scan(
         v.new_empty((seqs.n, v_heads, dim, v_dim), dtype=torch.float32) if output_final_state else None,
         v.new_empty(slots) if save_states else None,
     )
-
-
-def made_by(sources: Path, core: Path) -> str:
-    """A digest of the sources that decide what a tracer is told of the op.
-
-    It is an argument of the op: torch keeps compiled graphs on disk and finds them by names and arguments,
-    so that a graph of another version, with another tape, would be taken for ours.
-
-    Args:
-        sources: the op's folder.
-        core: cake.core's.
-    """
-    shared = (core / name for name in ("segments.py", "sequences.py", "tracing.py"))
-    digest = hashlib.sha256()
-    for path in sorted((*sources.glob("*.py"), *shared), key=lambda path: path.name):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:12]
-
-
-MADE_BY = made_by(Path(__file__).parent, Path(str(tracing.__file__)).parent)
