@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from cake.core.cp import _exchange, build_kcp_context
 from cake.core.testing import assert_bitwise_equal
@@ -94,6 +95,14 @@ class TestRefusals:
     def test_segments(self, op, any_context, arguments, options):
         with pytest.raises(NotImplementedError, match="aren't served under cp_context"):
             op.chunk(**arguments, cp_context=any_context, **options)
+
+    @pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta"])
+    def test_tangents(self, op, any_context, arguments, name):
+        # No rank knows another one's.
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(arguments[name], torch.ones_like(arguments[name]))
+            with pytest.raises(NotImplementedError, match=f"got a dual tensor {name}"):
+                op.chunk(**{**arguments, name: dual}, cp_context=any_context)
 
     @pytest.mark.parametrize("op", ["gdn"], indirect=True)
     def test_a_backend_without_the_stages(self, op, any_context, arguments, monkeypatch):

@@ -11,12 +11,22 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch.autograd import forward_ad
 
 from cake.core import config
 from cake.core.segments import Segments
 from cake.core.sequences import Sequences, known_boundaries
 
-__all__ = ["Layout", "Memo", "Planned", "differentiated_once", "key_of", "layouts", "near_key_of"]
+__all__ = [
+    "Layout",
+    "Memo",
+    "Planned",
+    "differentiated_once",
+    "key_of",
+    "layouts",
+    "near_key_of",
+    "refuse_tangents",
+]
 
 T = TypeVar("T")
 P = TypeVar("P", bound="Planned")
@@ -118,6 +128,20 @@ def _known(
     if type(given) is torch.Tensor and given.is_cpu and given.dtype in _INDICES and given.dim() == 1:
         return tuple(given.tolist())  # what the line below gives, at a third of its time
     return known_boundaries(cu_seqlens, cu_seqlens_cpu)
+
+
+def refuse_tangents(names: Sequence[str], inputs: Sequence[torch.Tensor | None]) -> None:
+    """Refuse what nothing would be made of.
+
+    Raises:
+        NotImplementedError: an input with a tangent of forward-mode differentiation.
+    """
+    if forward_ad._current_level < 0:
+        return
+    unpack: Any = forward_ad.unpack_dual
+    for name, x in zip(names, inputs, strict=True):
+        if x is not None and unpack(x).tangent is not None:
+            raise NotImplementedError(f"forward-mode gradients aren't served, got a dual tensor {name}")
 
 
 def differentiated_once(fn: Callable[..., Any]) -> Callable[..., Any]:

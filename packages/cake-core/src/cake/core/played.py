@@ -13,10 +13,9 @@ from types import ModuleType
 from typing import Any, Protocol
 
 import torch
-from torch.autograd import forward_ad
 
 from cake.core import loader
-from cake.core.calls import differentiated_once
+from cake.core.calls import differentiated_once, refuse_tangents
 from cake.core.checks import check_saved
 from cake.core.gradients import layout_of
 from cake.core.launch import loadable
@@ -94,12 +93,7 @@ def run(
         Otherwise: of `recording`.
         NotImplementedError: an input with a tangent of forward-mode differentiation.
     """
-    if forward_ad._current_level >= 0:
-        unpack: Any = forward_ad.unpack_dual
-        for name, x in zip(op.inputs, inputs, strict=True):
-            # Kernels know nothing of it: the output would be a constant.
-            if x is not None and unpack(x).tangent is not None:
-                raise NotImplementedError(f"forward-mode gradients aren't served, got a dual tensor {name}")
+    refuse_tangents(op.inputs, inputs)  # kernels know nothing of them: the output would be a constant
     if call.differentiable:
         apply = _Node.apply if torch._C._are_functorch_transforms_active() else _apply
         o, final_state = apply(op, call, boundaries, *inputs)

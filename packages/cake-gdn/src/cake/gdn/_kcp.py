@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from cake.core import cp
-from cake.core.calls import differentiated_once
+from cake.core.calls import differentiated_once, refuse_tangents
 from cake.core.checks import check_saved, saved_as
 from cake.core.launch import loadable, running_on
 from cake.core.sequences import Sequences
@@ -40,6 +40,7 @@ def run(
     context: cp.Call,
 ) -> torch.Tensor:
     """The output, on the graph if a backward can follow."""
+    refuse_tangents(("q", "k", "v", "g", "beta"), (q, k, v, g, beta))  # the exchange carries none
     if call.seqs.total:
         _route.note(call.route)
     if not call.differentiable:

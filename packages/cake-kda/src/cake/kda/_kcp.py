@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from cake.core import cp
-from cake.core.calls import differentiated_once
+from cake.core.calls import differentiated_once, refuse_tangents
 from cake.core.checks import check_saved, saved_as
 from cake.core.launch import loadable, running_on
 from cake.core.sequences import Sequences
@@ -32,6 +32,7 @@ _TAPES = (*cp.ROLES, "all", "m", "live")
 @cp.untraced
 def run(tensors: Tensors, call: Call, context: cp.Call) -> torch.Tensor:
     """The output, on the graph if a backward can follow."""
+    refuse_tangents(_INPUTS, _inputs(tensors))  # the exchange carries none
     if call.seqs.total:
         _route.note(call.route)
     if not call.differentiable:

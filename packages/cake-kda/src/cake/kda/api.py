@@ -142,7 +142,7 @@ def chunk_kda(
     last dimension isn't contiguous (as `o.sum().backward()` makes one) is copied once. A call keeps its
     inputs for the backward: changing them in place before it raises there.
     Gradients of views that `cake.core.split_projection` made of one tensor are parts of one tensor, too.
-    Gradients of gradients and, on a GPU, tangents of forward-mode differentiation raise.
+    Gradients of gradients raise, as do tangents of forward-mode differentiation on a GPU or under a context.
 
     Determinism: under det the same inputs give the same bits in every call, process and thread, whether
     states are saved or recomputed. A sequence's bits don't depend on its neighbours in the pack as long as it
