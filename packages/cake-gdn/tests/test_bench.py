@@ -121,6 +121,7 @@ def test_the_command_on_a_cpu(tmp_path):
     assert set(found["header"]["versions"]) >= {"cake-core", "cake-gdn", "flash-qla", "tilelang", "torch"}
 
 
+@pytest.mark.slow  # starts two processes
 def test_ranks_are_timed_beside_one(tmp_path, capsys):
     out = tmp_path / "results.json"
     words = ["--device", "cpu", "--world-size", "2", "--samples", "1", "--warmups", "0", "--modes", "save"]

@@ -18,7 +18,7 @@ from cake.core.bench._model import (
     Shape,
     Work,
 )
-from cake.core.bench._ranks import join, run_ranks, say_step
+from cake.core.bench._ranks import joined, run_ranks, say_step
 from cake.core.bench._report import document, git_commit, header, table, write_json
 from cake.core.bench._runner import Plan, Results, Runner
 from cake.core.bench._spread import SpreadRunner, fla_context
@@ -48,7 +48,7 @@ __all__ = [
     "fla_context",
     "git_commit",
     "header",
-    "join",
+    "joined",
     "meter",
     "run_in_turn",
     "run_ranks",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
@@ -10,13 +11,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from cake.core.bench._runner import Results
 
-__all__ = ["join", "run_ranks", "say_step"]
+__all__ = ["joined", "run_ranks", "say_step"]
 
 _MAIN = "from cake.core.cli import main; raise SystemExit(main())"
 _STEP = "step: "
@@ -26,8 +27,12 @@ _COLLECTIVE_SECONDS = 600.0
 _GRACE, _OVERTIME = 15.0, 240.0
 
 
-def join(rank: int, world_size: int, meet: str, device: str) -> None:
-    """A rank's side: meets the others; tensors of a GPU go through NCCL, those of a CPU through gloo.
+@contextlib.contextmanager
+def joined(rank: int, world_size: int, meet: str, device: str) -> Iterator[None]:
+    """A rank's side: within it this rank has met the others, a GPU's through NCCL and a CPU's through gloo.
+
+    A group that is left to the end of its process may abort it there. After an error it is left to it all the
+    same: others may wait in it.
 
     Args:
         rank, world_size: of the default group.
@@ -43,6 +48,8 @@ def join(rank: int, world_size: int, meet: str, device: str) -> None:
         world_size=world_size,
         timeout=datetime.timedelta(seconds=_COLLECTIVE_SECONDS),
     )
+    yield
+    dist.destroy_process_group()
 
 
 def say_step(line: str) -> None:

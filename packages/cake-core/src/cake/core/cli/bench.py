@@ -229,7 +229,7 @@ def _measure_rank(args: argparse.Namespace, bench: Bench, plan: Plan, device: to
     """One rank of a run over several; rank 0 writes what was found."""
     import torch
 
-    from cake.core.bench import SpreadRunner, document, join, say_step, write_json
+    from cake.core.bench import SpreadRunner, document, joined, say_step, write_json
 
     if device.type == "cpu":
         torch.set_num_threads(max(1, torch.get_num_threads() // args.world_size))
@@ -238,9 +238,9 @@ def _measure_rank(args: argparse.Namespace, bench: Bench, plan: Plan, device: to
         if args.rank == 0:
             write_json(args.out, document({}, results))
 
-    join(args.rank, args.world_size, args.meet, device.type)
-    runner = SpreadRunner(bench, plan, _layouts(args), device, on_step=say_step, on_shape=save)
-    results = runner.run()
+    with joined(args.rank, args.world_size, args.meet, device.type):
+        runner = SpreadRunner(bench, plan, _layouts(args), device, on_step=say_step, on_shape=save)
+        results = runner.run()
     save(results)
     return 1 if results.failed else 0
 
