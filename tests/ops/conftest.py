@@ -113,7 +113,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
 
     def known(item: pytest.Item) -> bool:
-        return not item.path.is_relative_to(here) or item.callspec.params["op"] in OPS  # type: ignore[attr-defined]
+        return not item.path.is_relative_to(here) or item.callspec.params["op"] in OPS
 
     items[:] = [item for item in items if known(item)]
 

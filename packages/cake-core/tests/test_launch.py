@@ -60,9 +60,8 @@ def test_allocator_of_the_current_gpu() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_allocator_of_another_gpu() -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
     with torch.cuda.device(1):
         check_allocator(torch.device("cuda", 0))
 

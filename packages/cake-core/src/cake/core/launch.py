@@ -51,16 +51,12 @@ def allocator(device: torch.device) -> Allocator:
     """`torch.empty_strided` of (size, strides, dtype) on a device, in this thread now.
 
     On the current GPU that is what compiled code allocates with, which doesn't go through PyTorch's
-    dispatcher: half the time.
+    dispatcher.
     """
-    plain: Allocator
-    if device.type == "cuda" and device.index == torch._C._cuda_getDevice():
-        plain = _guards._empty_strided_cuda
-        return plain
-    if device.type == "cpu":
-        plain = _guards._empty_strided_cpu
-        return plain
-    return lambda size, strides, dtype: torch.empty_strided(size, strides, dtype=dtype, device=device)
+    if device.type == "cuda" and device.index != torch._C._cuda_getDevice():
+        return lambda size, strides, dtype: torch.empty_strided(size, strides, dtype=dtype, device=device)
+    plain: Allocator = _guards._empty_strided_cuda if device.type == "cuda" else _guards._empty_strided_cpu
+    return plain
 
 
 _guards: Any = torch._C._dynamo.guards

@@ -121,12 +121,10 @@ class _Node(torch.autograd.Function):
         return o, final_state
 
     @staticmethod
+    @differentiated_once
     def backward(
         ctx: Any, do: torch.Tensor | None, dht: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            refusing: tuple[torch.Tensor | None, ...] = _once(ctx, do, dht)
-            return refusing
         op, call, layout = ctx.made
         if do is None and dht is None:
             return (None,) * (3 + len(op.inputs))
@@ -160,8 +158,6 @@ class _Node(torch.autograd.Function):
         return (None, None, None, *grads)
 
 
-# The same with results that have no gradients.
-_once: Any = differentiated_once(_Node.backward)
 # What `_Node.apply` calls, at two thirds of its time: no argument has to be looked through where no transform
 # of functorch is active.
 _apply: Any = super(torch.autograd.Function, _Node).apply

@@ -339,7 +339,11 @@ def record(
     for launches, due in ((calls[:first], soon), (calls[first:], to_make.keys() - soon))[not first :]:
         # What the first part has checked isn't checked again.
         checks = ([()] * n if parts else checked) + unchecked
-        made = [(i, x.shape, _contiguous(x.shape), x.dtype) for i, x in to_make.items() if i in due]
+        made = [
+            (i, x.shape, torch.empty(x.shape, device="meta").stride(), x.dtype)
+            for i, x in to_make.items()
+            if i in due
+        ]
         entry = make(_DEVICES[device.type], device.index or 0, checks, views, launches)
         parts.append((tuple(made), entry))
 
@@ -375,11 +379,3 @@ def _arranged(pieces: Sequence[StandIn]) -> tuple[list[tuple[StandIn, int]], int
         placed.append((x, end))
         end += x.extents.nbytes
     return placed, end
-
-
-def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor."""
-    strides = [1] * len(shape)
-    for i in reversed(range(len(shape) - 1)):
-        strides[i] = strides[i + 1] * max(shape[i + 1], 1)
-    return tuple(strides)

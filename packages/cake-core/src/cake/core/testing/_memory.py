@@ -33,8 +33,7 @@ def poisoned_empty() -> Iterator[None]:
     tensors with NaN and integer ones with the largest value of their type (an index that no tensor has); so
     does ``cake.core.workspace`` with a buffer that it hands out again. It holds for every thread of the
     process, so also for a backward's. Allocations made inside PyTorch's own C++ operators, and functions
-    imported by name before (``from torch import empty``), are not
-    seen.
+    imported by name before (``from torch import empty``), are not seen.
     """
     on_reuse = workspace.POOLS.on_reuse
     saved = [(owner, name, getattr(owner, name)) for owner, name in _ALLOCATORS]
