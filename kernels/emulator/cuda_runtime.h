@@ -101,6 +101,20 @@ template <typename T>
 T __shfl_down_sync(unsigned, T value, int delta, int width = 32) {
   return cake::emulator::shuffle(value, cake::emulator::lane() + delta, width);
 }
+template <typename T, typename Of>
+T reduced(T value, Of of) {
+  for (int mask = 16; mask > 0; mask /= 2) value = of(value, __shfl_xor_sync(0xffffffffu, value, mask));
+  return value;
+}
+inline int __reduce_add_sync(unsigned, int value) {
+  return reduced(value, [](int a, int b) { return a + b; });
+}
+inline int __reduce_min_sync(unsigned, int value) {
+  return reduced(value, [](int a, int b) { return b < a ? b : a; });
+}
+inline int __reduce_max_sync(unsigned, int value) {
+  return reduced(value, [](int a, int b) { return b > a ? b : a; });
+}
 inline unsigned __ballot_sync(unsigned, bool predicate) { return cake::emulator::ballot(predicate); }
 inline bool __all_sync(unsigned, bool predicate) { return cake::emulator::ballot(predicate) == 0xffffffffu; }
 
@@ -114,6 +128,7 @@ inline float __int_as_float(int x) { return cake::emulator::bits_as<float>(x); }
 inline uint32_t __float_as_uint(float x) { return cake::emulator::bits_as<uint32_t>(x); }
 inline int __float_as_int(float x) { return cake::emulator::bits_as<int>(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline float __log2f(float x) { return log2f(x); }
 inline float rsqrtf(float x) { return 1.f / sqrtf(x); }
 

@@ -5,6 +5,8 @@ They give what their twins give, and the same bits under every schedule.
 
 from __future__ import annotations
 
+import itertools
+import random
 from dataclasses import dataclass, replace
 
 import pytest
@@ -21,6 +23,7 @@ from cake.core.testing import (
 )
 from cake.gdn import _cuda
 from cake.gdn import _torch as twins
+from cake.kda._segments import RATES as KDA_RATES
 
 SCALE = 128**-0.5
 SEEDS = (0, 1, 2, 4)
@@ -250,6 +253,39 @@ def test_cuts_on_the_device(kernels):
             got = results | backward(kernels, case, prep, maps, results["states"])
             for name in ("o", "final", "dq", "dk", "dv", "dbeta", "dg", "dh0"):
                 assert_bitwise_equal(name, got[name], expected[name])
+
+
+RATES = {
+    "gdn": segments.COST,
+    "kda": KDA_RATES,
+    "walks alone": segments.Cost(transfer=0, adjoint_transfer=0, merge=0, merge_octet=0, merge_start=0),
+}
+
+
+@pytest.mark.parametrize("rates", RATES)
+def test_cuts_that_the_device_chooses(kernels, rates):
+    """Those of the planner, for every kind of pack."""
+    generator = random.Random(3)
+    chosen = set()
+    for _ in range(60):
+        n, heads = generator.randint(2, segments.CHOSEN_SEQUENCES), generator.choice((1, 4, 12, 32, 48))
+        longest = generator.choice((3, 40, 700))
+        chunks = [max(0, generator.randint(-1, longest)) for _ in range(n)]
+        bounds = (0, *itertools.accumulate(max(0, 64 * x - generator.randrange(64)) for x in chunks))
+        whole = sequences.packed(bounds, bounds[-1])
+        length = segments.plan_unseen(bounds[-1], n, heads) or generator.choice((8, 128))
+        choice = segments.choice_unseen(n, heads, length, rates=RATES[rates])
+        device = sequences.packed_on_device(torch.tensor(bounds), bounds[-1])
+        unseen = segments.cut_unseen(device, length, choice)
+        words = kernels.tables(unseen, torch.device("cpu"))
+        runs = words[4 + 6 * unseen.n + 4 * unseen.chunk_capacity :].view(n + 1, 2)
+        expected = choice.plan(whole.chunk_counts)
+        assert tuple(runs[:, 0].diff().tolist()) == expected
+        chosen.add(max(-(-count // cut) for count, cut in zip(whole.chunk_counts, expected, strict=True)))
+        made = segments.cut(whole, expected)
+        table = words[4 : 4 + 4 * made.n].view(-1, 4)[:, :2]
+        assert table.tolist() == [[a, b - a] for a, b in itertools.pairwise(made.boundaries)]
+    assert len(chosen) > 10
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["plain", "transposed"])

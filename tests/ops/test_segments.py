@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
 from cake.core import segments as planner
-from cake.core.segments import plan_unseen
+from cake.core.segments import choice_unseen, cut_unseen, plan_unseen
 from cake.core.testing import assert_bitwise_equal, poisoned_empty, relative_error
 
 LENGTHS = (200, 0, 64, 330, 30)
@@ -197,6 +199,7 @@ class TestCutOnTheDevice:
     @pytest.fixture(autouse=True)
     def _unseen(self, length, monkeypatch):
         monkeypatch.setattr(planner, "plan_unseen", lambda *_: length)
+        monkeypatch.setattr(planner, "choice_unseen", lambda *_, **__: None)
 
     @pytest.fixture
     def as_known(self, length, monkeypatch):
@@ -223,8 +226,21 @@ class TestCutOnTheDevice:
         cu = torch.tensor(case.boundaries, device=case.q.device)
         assert_same_bits(call(case, cu_seqlens=cu), call(case))
 
+    def test_chosen(self, op, make, call, assert_same_bits, monkeypatch):
+        monkeypatch.setattr(planner, "choice_unseen", choice_unseen)
+        choice = planner.choice_unseen(4, 2, 8)
+        case = make((2000, 0, 100, 700), heads=(1, 2), gate=-0.01)
+        counts = choice.plan([-(-(b - a) // 64) for a, b in itertools.pairwise(case.boundaries)])
+        assert counts[0] > 1
+        monkeypatch.setattr(planner, "plan", lambda *_, **__: counts)
+        monkeypatch.setattr(planner, "cut_unseen", lambda seqs, length, _: cut_unseen(seqs, 8, choice))
+        cu = torch.tensor(case.boundaries, device=case.q.device)
+        for tape in op.own.TAPES.values():
+            assert_same_bits(call(case, cu_seqlens=cu, **tape), call(case))
+
     def test_by_default(self, op, make, call, assert_accurate, monkeypatch):
         monkeypatch.setattr(planner, "plan_unseen", plan_unseen)
+        monkeypatch.setattr(planner, "choice_unseen", choice_unseen)
         made = []
         keep = planner.cut_unseen
         monkeypatch.setattr(planner, "cut_unseen", lambda *x: made.append(keep(*x)) or made[-1])

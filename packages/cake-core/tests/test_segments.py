@@ -198,6 +198,25 @@ class TestUnseen:
         }
         assert {key: segments.plan_unseen(*key) for key in plans} == plans
 
+    def test_choices(self):
+        assert segments.choice_unseen(16, 32, 64) is None
+        assert segments.choice_unseen(15, 32, 64).lengths == (32, 48, 64, 96)
+        assert segments.choice_unseen(4, 32, 128).lengths == (64, 96, 128)
+        rates = segments.Cost(scan=1)
+        choice = segments.choice_unseen(4, 12, 12, rates=rates, processors=7)
+        assert choice == segments.Choice((8, 12, 16, 24), 12, 7, rates)
+
+    def test_a_choice_is_the_best_of_its_own(self):
+        generator = random.Random(5)
+        for _ in range(100):
+            counts = tuple(generator.randrange(300) for _ in range(generator.randint(2, 6)))
+            choice = segments.choice_unseen(len(counts), 8, generator.choice(segments.LENGTHS))
+            options = [(1,) * len(counts)]
+            options += [tuple(max(1, -(-count // x)) for count in counts) for x in choice.lengths]
+            least, *cuts = (segments.cost(counts, option, 8, 132) for option in options)
+            got = segments.cost(counts, choice.plan(counts), 8, 132)
+            assert got == min([least, *(cut for cut in cuts if cut < least - least // 20)])
+
     def test_nothing_is_longer_than_its_share_or_a_pre_scan(self):
         for tokens in range(1000, 200000, 7777):
             for n, heads in ((2, 1), (3, 8), (7, 32), (100, 16)):
@@ -217,6 +236,8 @@ class TestUnseen:
             seqs = packed_on_device(torch.tensor(bounds), bounds[-1])
             cut = segments.cut_unseen(seqs, length)
             chunks = [-(-x // CHUNK) for x in lengths]
+            choice = segments.choice_unseen(n, 8, length)
+            assert sum(choice.plan(chunks)) <= segments.cut_unseen(seqs, length, choice).n
             needed = sum(max(1, -(-count // length)) for count in chunks)
             assert needed <= cut.n
             assert cut.n <= needed + 2 * n + 1

@@ -26,9 +26,11 @@ if TYPE_CHECKING:
 __all__ = [
     "LEAST",
     "PROCESSORS",
+    "Choice",
     "Cost",
     "Segments",
     "UnseenSegments",
+    "choice_unseen",
     "cost",
     "cut",
     "cut_of_call",
@@ -49,6 +51,8 @@ LENGTHS = (8, 12, 16, 24, 32, 48, 64, 96, 128)
 MOST_CHUNKS = 128
 #: Segments of one sequence that a merge on the device may meet.
 MOST_SEGMENTS = 640
+#: Most sequences of a call whose cut is chosen on a device, and most lengths to choose from (`plan.cuh`).
+CHOSEN_SEQUENCES, CHOSEN_LENGTHS = 15, 4
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,7 @@ class Cost:
     full: of one chunk of one head in the walks, where every processor walks: they share the memory.
     """
 
-    start: int = 14000
+    start: int = 4000
     scan: int = 3100
     adjoint: int = 2950
     transfer: int = 1750
@@ -126,6 +130,23 @@ class Segments(Sequences):
         return tuple(range(a, b) for a, b in zip(first, [*first[1:], self.n], strict=True))
 
 
+@dataclass(frozen=True)
+class Choice:
+    """What a device chooses from where only it knows the boundaries.
+
+    lengths: most chunks of a segment, ascending; sequences may stay whole too.
+    """
+
+    lengths: tuple[int, ...]
+    heads: int
+    processors: int
+    rates: Cost
+
+    def plan(self, chunk_counts: Sequence[int]) -> tuple[int, ...]:
+        """Number of segments that the device cuts each sequence into: as `plan`, of these lengths alone."""
+        return _planned(tuple(chunk_counts), self.heads, self.processors, self.rates, self.lengths)
+
+
 @dataclass(frozen=True, eq=False)
 class UnseenSegments(Segments):
     """Segments of sequences whose boundaries exist on a device only: the tables are made there.
@@ -134,9 +155,11 @@ class UnseenSegments(Segments):
     empty.
 
     length: most chunks of a segment. A sequence is cut into as few of equal size as keep to it.
+    choice: what the device may choose in its place; None where it may not.
     """
 
     length: int
+    choice: Choice | None = None
 
     def at(self, cu_device: torch.Tensor | None) -> UnseenSegments:
         """See `Sequences.at`."""
@@ -201,6 +224,24 @@ def plan_unseen(tokens: int, n: int, heads: int, *, processors: int = PROCESSORS
     return fitting[0] if fitting and fitting[0] < chunks else None
 
 
+def choice_unseen(
+    n: int,
+    heads: int,
+    length: int,
+    *,
+    processors: int = PROCESSORS["sm_90a"],
+    rates: Cost | None = None,
+) -> Choice | None:
+    """What a device may choose from in place of the `length` of `plan_unseen`, or None for many sequences.
+
+    Where these are many, short ones fill the gaps that long ones leave.
+    """
+    if n > CHOSEN_SEQUENCES:
+        return None
+    lengths = tuple(x for x in LENGTHS if 2 * x >= length)[:CHOSEN_LENGTHS]
+    return Choice(lengths, heads, processors, rates or COST)
+
+
 def cut_of_call(
     seqs: Sequences,
     heads: int,
@@ -231,7 +272,9 @@ def cut_of_call(
                 if given:
                     raise ValueError(f"{name} needs the boundaries on the host: give cu_seqlens_cpu")
             length = plan_unseen(seqs.tokens, seqs.n, heads) if segments is None else None
-            return None if length is None else cut_unseen(seqs, length)
+            if length is None:
+                return None
+            return cut_unseen(seqs, length, choice_unseen(seqs.n, heads, length, rates=rates))
         whole = packed((0, seqs.total), seqs.total)
     counts = plan(
         whole.chunk_counts, heads, segments=segments, packing_invariant=packing_invariant, rates=rates
@@ -286,14 +329,15 @@ def _cut(seqs: Sequences, counts: tuple[int, ...]) -> Segments:
     )
 
 
-def cut_unseen(seqs: Sequences, length: int) -> UnseenSegments:
-    """The segments of sequences with boundaries on a device, none longer than `length` chunks."""
+def cut_unseen(seqs: Sequences, length: int, choice: Choice | None = None) -> UnseenSegments:
+    """The segments of sequences with boundaries on a device: of at most `length` chunks, or as chosen."""
+    least = length if choice is None else min(length, *choice.lengths)
     return UnseenSegments(
         batch=seqs.batch,
         tokens=seqs.tokens,
         boundaries=None,
         cu_device=seqs.cu_device,
-        n=seqs.n + (seqs.tokens // CHUNK + seqs.n) // length,
+        n=seqs.n + (seqs.tokens // CHUNK + seqs.n) // least,
         chunk_capacity=seqs.chunk_capacity,
         boundary_capacity=seqs.boundary_capacity,
         sequence=(),
@@ -301,11 +345,14 @@ def cut_unseen(seqs: Sequences, length: int) -> UnseenSegments:
         followed=(),
         whole=seqs,
         length=length,
+        choice=choice,
     )
 
 
 @lru_cache(maxsize=64)
-def _planned(counts: tuple[int, ...], heads: int, processors: int, rates: Cost) -> tuple[int, ...]:
+def _planned(
+    counts: tuple[int, ...], heads: int, processors: int, rates: Cost, lengths: tuple[int, ...] = LENGTHS
+) -> tuple[int, ...]:
     whole = (1,) * len(counts)
     longest = max(counts, default=0)
     if longest < 2 * LENGTHS[0]:
@@ -315,7 +362,7 @@ def _planned(counts: tuple[int, ...], heads: int, processors: int, rates: Cost) 
     # No cut makes less of the walks themselves.
     if sum(counts) * heads * (rates.scan + rates.adjoint) // processors >= limit:
         return whole
-    for length in reversed(LENGTHS):
+    for length in reversed(lengths):
         if length >= longest:
             continue
         cuts = tuple(max(1, -(-count // length)) for count in counts)

@@ -12,15 +12,16 @@ from __future__ import annotations
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import astuple
 from functools import lru_cache
 from typing import Any
 
 import torch
 
 from cake.core.launch import stream_of
-from cake.core.recording import call, empty, know, known, recording
-from cake.core.segments import Segments, UnseenSegments
+from cake.core.recording import address, call, empty, know, known, recording
+from cake.core.segments import CHOSEN_LENGTHS, LENGTHS, Choice, Segments, UnseenSegments
 from cake.core.sequences import Sequences
 
 __all__ = ["plan_tables", "plan_words", "release"]
@@ -35,8 +36,9 @@ HEADER = 4
 #: Tables that are kept: of the sequences, their segments and both directions' streams of a few packs.
 KEPT = 8
 
-#: `make_plan`, `copy_boundaries` and `make_cut_plan` of plan_host.cuh.
-Entries = tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]
+#: `make_plan`, `copy_boundaries` and `make_cut_plan` of plan_host.cuh, and of a library that has it
+#: `make_chosen_plan`.
+Entries = Sequence[Callable[..., Any]]
 
 _kept: OrderedDict[tuple[Sequences, torch.device, int], torch.Tensor] = OrderedDict()
 # The one asked for last, which the other layers of a model ask for next: found without the lock.
@@ -110,7 +112,7 @@ def _made(
     entries: Entries,
     boundaries: torch.Tensor | None,
 ) -> torch.Tensor:
-    make_plan, copy_boundaries, make_cut_plan = entries
+    make_plan, copy_boundaries, make_cut_plan, *make_chosen_plan = entries
     cut = isinstance(seqs, Segments)
     if cut and seqs.total >= MOST_TOKENS:
         raise ValueError(f"a call that is cut must have less than 2^30 tokens, got {seqs.total}")
@@ -118,10 +120,13 @@ def _made(
     # Kernels read four words at once, and inside a tape what isn't a multiple of that may lie anywhere.
     words: torch.Tensor = empty((-(-count // 4) * 4 if recording() else count,), torch.int32, device)
     if isinstance(seqs, UnseenSegments):
-        call(
-            make_cut_plan, device, words, boundaries, seqs.n, seqs.whole.n, seqs.length,
-            seqs.chunk_capacity, seqs.total, seqs.tokens,
-        )  # fmt: skip
+        cut_into = boundaries, seqs.n, seqs.whole.n
+        around = seqs.chunk_capacity, seqs.total, seqs.tokens
+        if seqs.choice is None or not make_chosen_plan:
+            call(make_cut_plan, device, words, *cut_into, seqs.length, *around)
+        else:
+            choice = _choice_words(seqs.choice)  # held until the launch has read it
+            call(make_chosen_plan[0], device, words, *cut_into, address(choice), *around)
         return words
     kind, host = UNIFORM, 0
     if boundaries is not None:
@@ -138,6 +143,14 @@ def _made(
     sizes = seqs.n, seqs.chunk_capacity, seqs.total, seqs.tokens
     call(make_plan, device, words, kind, host, boundaries, *sizes)
     return words
+
+
+@lru_cache(maxsize=64)
+def _choice_words(choice: Choice) -> array[int]:
+    """`Choice` of plan.cuh."""
+    room = (0,) * (CHOSEN_LENGTHS - len(choice.lengths))
+    sizes = len(choice.lengths), 2 * LENGTHS[0], choice.heads, choice.processors
+    return array("i", (*sizes, *choice.lengths, *room, *astuple(choice.rates)))
 
 
 @lru_cache(maxsize=64)

@@ -242,9 +242,9 @@ def _library(name: str) -> Any:
     return loader.load("gdn", name, arch=ARCH)
 
 
-def _plans() -> tuple[Any, Any, Any]:
+def _plans() -> tuple[Any, ...]:
     library = _library("gdn_prep")
-    return library.gdn_plan, library.gdn_boundaries, library.gdn_cut_plan
+    return library.gdn_plan, library.gdn_boundaries, library.gdn_cut_plan, library.gdn_chosen_plan
 
 
 def _merges() -> Any:

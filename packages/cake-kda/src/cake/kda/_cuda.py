@@ -289,9 +289,9 @@ def _merges() -> Any:
     return loader.load("kda", "affine_merge", arch=ARCH, package="state_chain")
 
 
-def _plans() -> tuple[Any, Any, Any]:
+def _plans() -> tuple[Any, ...]:
     library = _library("kda_prep")
-    return library.kda_plan, library.kda_boundaries, library.kda_cut_plan
+    return library.kda_plan, library.kda_boundaries, library.kda_cut_plan, library.kda_chosen_plan
 
 
 @lru_cache(maxsize=64)

@@ -117,9 +117,10 @@ def chunk_kda(
         segments: into how many segments of whole chunks each sequence is cut, to be walked at once: 1 for
             none, at most its chunks, and more where one would be longer than 128 chunks. By default
             `cake.core.segments.plan` decides, from the lengths and HV alone; where the boundaries of several
-            sequences are on the GPU alone, `plan_unseen` does from T, N and HV, and gives other bits. Beta
-            from 0 to 2 is taken for granted where a call with `use_qk_l2norm_in_kernel` is cut, and that a
-            chunk whose every channel decays below e^-5 leaves no more than that of any state.
+            sequences are on the GPU alone, T, N and HV leave a few plans, of which the GPU takes one by them:
+            it may give other bits than `plan` would. Beta from 0 to 2 is taken for granted where a call with
+            `use_qk_l2norm_in_kernel` is cut, and that a chunk whose every channel decays below e^-5 leaves no
+            more than that of any state.
         packing_invariant: plan each sequence as if it were alone in the call. Of several sequences the host
             must know the boundaries.
         backend: None, or "torch" for the reference backend on tensors of any device, which on a GPU is far

@@ -31,6 +31,7 @@ void gdn_prep(TensorView k, TensorView g, TensorView beta, TensorView plan, int6
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gdn_plan, make_plan);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gdn_cut_plan, make_cut_plan);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(gdn_chosen_plan, make_chosen_plan);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gdn_boundaries, copy_boundaries);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gdn_prep, gdn_prep);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gdn_sigmoid, make_sigmoid);

@@ -46,6 +46,7 @@ void kda_prep(TensorView q, TensorView k, TensorView g, int64_t gate_kind, Optio
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(kda_plan, make_plan);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(kda_cut_plan, make_cut_plan);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(kda_chosen_plan, make_chosen_plan);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(kda_boundaries, copy_boundaries);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(kda_prep, kda_prep);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(kda_sigmoid, make_sigmoid);
