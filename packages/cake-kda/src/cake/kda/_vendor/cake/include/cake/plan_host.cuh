@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "host.cuh"
+#include "plan.cuh"
 
 namespace cake::host {
 
@@ -32,9 +33,9 @@ inline void make_plan(TensorView words, int64_t kind, int64_t host_boundaries, O
   launch("plan", plan_kernel, dim3(1), kPlanThreads, 0, stream_of(stream), boundaries, plan);
 }
 
-// Writes the tables of `n` segments, a bound, of `sequences` sequences cut on the device; see cut_plan_kernel.
-inline void make_cut_plan(TensorView words, TensorView boundaries, int64_t n, int64_t sequences, int64_t length,
-                          int64_t chunk_capacity, int64_t total, int64_t tokens_per_batch, int64_t stream) {
+inline void launch_cut_plan(TensorView words, TensorView boundaries, int64_t n, int64_t sequences, int64_t length,
+                            const Choice& choice, int64_t chunk_capacity, int64_t total, int64_t tokens_per_batch,
+                            int64_t stream) {
   DeviceGuard guard(words.device().device_id);
   const Plan plan = plan_of(words, n, chunk_capacity, total, tokens_per_batch, true, sequences);
   if (boundaries.ndim() != 1 || boundaries.size(0) != sequences + 1 || length < 1)
@@ -44,7 +45,25 @@ inline void make_cut_plan(TensorView words, TensorView boundaries, int64_t n, in
   given.kind = is_int32(boundaries) ? Boundaries::kInt32 : Boundaries::kInt64;
   given.device = boundaries.data_ptr();
   launch("cut_plan", cut_plan_kernel, dim3(1), kPlanThreads, 0, stream_of(stream), given, plan,
-         static_cast<int>(sequences), static_cast<int>(length));
+         static_cast<int>(sequences), static_cast<int>(length), choice);
+}
+
+// Writes the tables of `n` segments, a bound, of `sequences` sequences cut on the device; see cut_plan_kernel.
+inline void make_cut_plan(TensorView words, TensorView boundaries, int64_t n, int64_t sequences, int64_t length,
+                          int64_t chunk_capacity, int64_t total, int64_t tokens_per_batch, int64_t stream) {
+  launch_cut_plan(words, boundaries, n, sequences, length, Choice{}, chunk_capacity, total, tokens_per_batch, stream);
+}
+
+// The same with a choice of lengths: `host_choice` points at the words of a `Choice`, read during the call.
+inline void make_chosen_plan(TensorView words, TensorView boundaries, int64_t n, int64_t sequences, int64_t host_choice,
+                             int64_t chunk_capacity, int64_t total, int64_t tokens_per_batch, int64_t stream) {
+  const Choice& choice = *reinterpret_cast<const Choice*>(host_choice);
+  if (sequences > kChosenSequences || choice.count < 1 || choice.count > kChosenLengths)
+    TVM_FFI_THROW(ValueError) << "a choice must be of 1 to " << kChosenLengths << " lengths for at most "
+                              << kChosenSequences << " sequences, got " << choice.count << " for " << sequences;
+  for (int i = 0; i < choice.count; ++i)
+    if (choice.lengths[i] < 1) TVM_FFI_THROW(ValueError) << "lengths must be at least 1, got " << choice.lengths[i];
+  launch_cut_plan(words, boundaries, n, sequences, 1, choice, chunk_capacity, total, tokens_per_batch, stream);
 }
 
 // Copies host boundaries too many for one launch into `device` (int32), `count` of them from index `first` on.
