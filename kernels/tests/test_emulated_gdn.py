@@ -273,10 +273,9 @@ def test_cuts_that_the_device_chooses(kernels, rates):
         chunks = [max(0, generator.randint(-1, longest)) for _ in range(n)]
         bounds = (0, *itertools.accumulate(max(0, 64 * x - generator.randrange(64)) for x in chunks))
         whole = sequences.packed(bounds, bounds[-1])
-        length = segments.plan_unseen(bounds[-1], n, heads) or generator.choice((8, 128))
-        choice = segments.choice_unseen(n, heads, length, rates=RATES[rates])
+        choice = segments.choice_unseen(max(bounds[-1], 2000), n, heads, rates=RATES[rates])
         device = sequences.packed_on_device(torch.tensor(bounds), bounds[-1])
-        unseen = segments.cut_unseen(device, length, choice)
+        unseen = segments.cut_unseen(device, choice.lengths[0], choice)
         words = kernels.tables(unseen, torch.device("cpu"))
         runs = words[4 + 6 * unseen.n + 4 * unseen.chunk_capacity :].view(n + 1, 2)
         expected = choice.plan(whole.chunk_counts)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cake.core import segments as planner
-from cake.core.segments import choice_unseen, cut_unseen, plan_unseen
+from cake.core.segments import choice_unseen
 from cake.core.testing import assert_bitwise_equal, poisoned_empty, relative_error
 
 LENGTHS = (200, 0, 64, 330, 30)
@@ -227,19 +227,17 @@ class TestCutOnTheDevice:
         assert_same_bits(call(case, cu_seqlens=cu), call(case))
 
     def test_chosen(self, op, make, call, assert_same_bits, monkeypatch):
-        monkeypatch.setattr(planner, "choice_unseen", choice_unseen)
-        choice = planner.choice_unseen(4, 2, 8)
+        choice = choice_unseen(2800, 4, 2)
+        monkeypatch.setattr(planner, "choice_unseen", lambda *_, **__: choice)
         case = make((2000, 0, 100, 700), heads=(1, 2), gate=-0.01)
         counts = choice.plan([-(-(b - a) // 64) for a, b in itertools.pairwise(case.boundaries)])
         assert counts[0] > 1
         monkeypatch.setattr(planner, "plan", lambda *_, **__: counts)
-        monkeypatch.setattr(planner, "cut_unseen", lambda seqs, length, _: cut_unseen(seqs, 8, choice))
         cu = torch.tensor(case.boundaries, device=case.q.device)
         for tape in op.own.TAPES.values():
             assert_same_bits(call(case, cu_seqlens=cu, **tape), call(case))
 
     def test_by_default(self, op, make, call, assert_accurate, monkeypatch):
-        monkeypatch.setattr(planner, "plan_unseen", plan_unseen)
         monkeypatch.setattr(planner, "choice_unseen", choice_unseen)
         made = []
         keep = planner.cut_unseen
@@ -247,7 +245,7 @@ class TestCutOnTheDevice:
         case = make((900, 100, 300), heads=(1, 2), gate=-0.01)
         cu = torch.tensor(case.boundaries, device=case.q.device)
         assert_accurate(case, call(case, cu_seqlens=cu), MILD[op.name])
-        assert made[0].length == plan_unseen(1300, 3, 2)
+        assert made[0].choice.lengths == choice_unseen(1300, 3, 2).lengths
         assert_accurate(case, call(case, cu_seqlens=cu, segments=1), MILD[op.name])
         assert len(made) == 1
 

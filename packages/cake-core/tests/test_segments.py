@@ -95,6 +95,12 @@ def test_how_a_call_is_cut_whose_boundaries_nobody_knows():
     torch = pytest.importorskip("torch")
     two = packed_on_device(torch.tensor([0, 100, 60000]), 60000)
     assert segments.cut_of_call(two, 2, None, False).length == segments.plan_unseen(60000, 2, 2)
+    assert segments.cut_of_call(two, 2, None, False).choice is None
+    chosen = segments.cut_of_call(two, 2, None, False, chooses=True)
+    assert chosen.choice == segments.choice_unseen(60000, 2, 2)
+    assert chosen.length == chosen.choice.lengths[0]
+    many = packed_on_device(torch.arange(17), 60000)
+    assert segments.cut_of_call(many, 2, None, False, chooses=True).choice is None
     assert segments.cut_of_call(two, 2, 1, False) is None
     for name, arguments in (("segments", (2, False)), ("packing_invariant", (None, True))):
         with pytest.raises(ValueError, match=f"{name} needs the boundaries on the host"):
@@ -199,18 +205,29 @@ class TestUnseen:
         assert {key: segments.plan_unseen(*key) for key in plans} == plans
 
     def test_choices(self):
-        assert segments.choice_unseen(16, 32, 64) is None
-        assert segments.choice_unseen(15, 32, 64).lengths == (32, 48, 64, 96)
-        assert segments.choice_unseen(4, 32, 128).lengths == (64, 96, 128)
+        # A snapshot: a change of any of these is a change of bits.
+        choices = {
+            (32768, 5, 48): (96, 128),
+            (32768, 4, 32): (64, 96, 128),
+            (7744, 4, 12): (8, 12, 16, 24),
+            (7744, 4, 32): (16, 24, 32, 48),
+            (1 << 20, 15, 64): (128,),
+            (1 << 23, 3, 1): None,  # more segments than a merge may meet
+            (7744, 16, 32): None,
+            (1000, 3, 2): None,
+        }
+        for key, lengths in choices.items():
+            choice = segments.choice_unseen(*key)
+            assert (choice and choice.lengths) == lengths, key
         rates = segments.Cost(scan=1)
-        choice = segments.choice_unseen(4, 12, 12, rates=rates, processors=7)
-        assert choice == segments.Choice((8, 12, 16, 24), 12, 7, rates)
+        choice = segments.choice_unseen(7744, 4, 1, rates=rates, processors=7)
+        assert choice == segments.Choice((12, 16, 24, 32), 1, 7, rates)
 
     def test_a_choice_is_the_best_of_its_own(self):
         generator = random.Random(5)
         for _ in range(100):
             counts = tuple(generator.randrange(300) for _ in range(generator.randint(2, 6)))
-            choice = segments.choice_unseen(len(counts), 8, generator.choice(segments.LENGTHS))
+            choice = segments.choice_unseen(64 * max(16, sum(counts)), len(counts), 8)
             options = [(1,) * len(counts)]
             options += [tuple(max(1, -(-count // x)) for count in counts) for x in choice.lengths]
             least, *cuts = (segments.cost(counts, option, 8, 132) for option in options)
@@ -236,8 +253,8 @@ class TestUnseen:
             seqs = packed_on_device(torch.tensor(bounds), bounds[-1])
             cut = segments.cut_unseen(seqs, length)
             chunks = [-(-x // CHUNK) for x in lengths]
-            choice = segments.choice_unseen(n, 8, length)
-            assert sum(choice.plan(chunks)) <= segments.cut_unseen(seqs, length, choice).n
+            chosen = segments.cut_of_call(seqs, 8, None, False, chooses=True)
+            assert chosen is None or sum(chosen.choice.plan(chunks)) <= chosen.n
             needed = sum(max(1, -(-count // length)) for count in chunks)
             assert needed <= cut.n
             assert cut.n <= needed + 2 * n + 1

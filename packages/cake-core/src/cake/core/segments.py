@@ -155,7 +155,7 @@ class UnseenSegments(Segments):
     empty.
 
     length: most chunks of a segment. A sequence is cut into as few of equal size as keep to it.
-    choice: what the device may choose in its place; None where it may not.
+    choice: what the device chooses from in its place; then it is the least of that.
     """
 
     length: int
@@ -225,21 +225,23 @@ def plan_unseen(tokens: int, n: int, heads: int, *, processors: int = PROCESSORS
 
 
 def choice_unseen(
+    tokens: int,
     n: int,
     heads: int,
-    length: int,
     *,
     processors: int = PROCESSORS["sm_90a"],
     rates: Cost | None = None,
 ) -> Choice | None:
-    """What a device may choose from in place of the `length` of `plan_unseen`, or None for many sequences.
+    """What a device may choose from where the boundaries of a few sequences exist there only, or None.
 
-    Where these are many, short ones fill the gaps that long ones leave.
+    Lengths from half of an even share on: room is made for all segments that any boundaries would give.
     """
-    if n > CHOSEN_SEQUENCES:
+    chunks = tokens // CHUNK
+    if chunks < 2 * LENGTHS[0] or n > CHOSEN_SEQUENCES:
         return None
-    lengths = tuple(x for x in LENGTHS if 2 * x >= length)[:CHOSEN_LENGTHS]
-    return Choice(lengths, heads, processors, rates or COST)
+    share = min((chunks + n) * heads // processors, 2 * MOST_CHUNKS)
+    lengths = [x for x in LENGTHS if 2 * x >= share and x < chunks and (chunks + n) // x < MOST_SEGMENTS]
+    return Choice(tuple(lengths[:CHOSEN_LENGTHS]), heads, processors, rates or COST) if lengths else None
 
 
 def cut_of_call(
@@ -249,6 +251,7 @@ def cut_of_call(
     packing_invariant: bool,
     *,
     rates: Cost | None = None,
+    chooses: bool = False,
 ) -> Segments | None:
     """The segments of a call, or None where it isn't cut.
 
@@ -257,6 +260,7 @@ def cut_of_call(
         heads: v heads.
         segments, packing_invariant: as of `plan`, from the call's own arguments.
         rates: what the parts of a call take; `COST` by default.
+        chooses: whether the op's kernels can plan on the device (`Choice`).
 
     Raises:
         TypeError: segments that are no whole number.
@@ -271,10 +275,13 @@ def cut_of_call(
             for name, given in (("segments", (segments or 1) > 1), ("packing_invariant", packing_invariant)):
                 if given:
                     raise ValueError(f"{name} needs the boundaries on the host: give cu_seqlens_cpu")
-            length = plan_unseen(seqs.tokens, seqs.n, heads) if segments is None else None
-            if length is None:
+            if segments is not None:
                 return None
-            return cut_unseen(seqs, length, choice_unseen(seqs.n, heads, length, rates=rates))
+            choice = choice_unseen(seqs.tokens, seqs.n, heads, rates=rates) if chooses else None
+            if choice is not None:
+                return cut_unseen(seqs, choice.lengths[0], choice)
+            length = plan_unseen(seqs.tokens, seqs.n, heads)
+            return None if length is None else cut_unseen(seqs, length)
         whole = packed((0, seqs.total), seqs.total)
     counts = plan(
         whole.chunk_counts, heads, segments=segments, packing_invariant=packing_invariant, rates=rates
@@ -330,14 +337,13 @@ def _cut(seqs: Sequences, counts: tuple[int, ...]) -> Segments:
 
 
 def cut_unseen(seqs: Sequences, length: int, choice: Choice | None = None) -> UnseenSegments:
-    """The segments of sequences with boundaries on a device: of at most `length` chunks, or as chosen."""
-    least = length if choice is None else min(length, *choice.lengths)
+    """The segments of sequences with boundaries on a device: of at most `length` chunks, or as it chooses."""
     return UnseenSegments(
         batch=seqs.batch,
         tokens=seqs.tokens,
         boundaries=None,
         cu_device=seqs.cu_device,
-        n=seqs.n + (seqs.tokens // CHUNK + seqs.n) // least,
+        n=seqs.n + (seqs.tokens // CHUNK + seqs.n) // length,
         chunk_capacity=seqs.chunk_capacity,
         boundary_capacity=seqs.boundary_capacity,
         sequence=(),

@@ -122,7 +122,7 @@ def _made(
     if isinstance(seqs, UnseenSegments):
         cut_into = boundaries, seqs.n, seqs.whole.n
         around = seqs.chunk_capacity, seqs.total, seqs.tokens
-        if seqs.choice is None or not make_chosen_plan:
+        if seqs.choice is None:
             call(make_cut_plan, device, words, *cut_into, seqs.length, *around)
         else:
             choice = _choice_words(seqs.choice)  # held until the launch has read it

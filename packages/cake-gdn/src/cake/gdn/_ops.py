@@ -15,7 +15,6 @@ import torch
 
 from cake.core import config, sequences, tracing
 from cake.core.launch import running_on
-from cake.core.segments import cut_of_call
 from cake.gdn import _autograd, _checks, _gates, _route, _segments, _stages
 from cake.gdn._autograd import Call, Inputs
 from cake.gdn._route import Route
@@ -86,7 +85,7 @@ def _call_of(
 ) -> Call:
     cut = None
     if route.backend != "shapes":
-        cut = cut_of_call(seqs, v_heads, segments, packing_invariant)
+        cut = _segments.cut_of_call(seqs, v_heads, segments, packing_invariant)
     return Call(
         seqs=seqs,
         scale=scale,

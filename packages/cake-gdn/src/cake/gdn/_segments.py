@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import ModuleType
 
 import torch
 
+from cake.core import segments as planner
 from cake.core.segments import LEAST, Segments
 from cake.gdn._stages import Prep
 
-__all__ = ["LEAST", "entering", "leaving"]
+__all__ = ["LEAST", "cut_of_call", "entering", "leaving"]
+
+#: `cake.core.segments.cut_of_call` of this op's calls.
+cut_of_call = partial(planner.cut_of_call, chooses=True)
 
 
 def entering(

@@ -12,8 +12,7 @@ from cake.core.calls import Memo, key_of, near_key_of
 from cake.core.checks import check_number, check_tensor
 from cake.core.launch import ALIGNMENT
 from cake.core.recording import Otherwise
-from cake.core.segments import cut_of_call
-from cake.gdn import _autograd, _gates, _kcp, _run, _stages
+from cake.gdn import _autograd, _gates, _kcp, _run, _segments, _stages
 from cake.gdn._checks import (
     check_alignment,
     check_gate,
@@ -290,7 +289,9 @@ def _call_of(
         route=route,
         differentiable=torch.is_grad_enabled()
         and any(x is not None and x.requires_grad for x in (q, k, v, g, beta, initial_state, a_log, dt_bias)),
-        segments=cut_of_call(seqs, v_heads, segments, packing_invariant) if context is None else None,
+        segments=_segments.cut_of_call(seqs, v_heads, segments, packing_invariant)
+        if context is None
+        else None,
         beta_scale=beta_scale,
     )
 

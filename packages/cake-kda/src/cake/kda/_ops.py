@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from cake.core import config, sequences, tracing
-from cake.core.segments import cut_of_call
 from cake.core.sequences import Sequences
 from cake.kda import _autograd, _checks, _gates, _route, _segments, _stages
 from cake.kda._autograd import Call, Tensors
@@ -94,7 +93,7 @@ def _call_of(
 ) -> Call:
     cut = None
     if backend != "shapes":
-        cut = cut_of_call(seqs, v_heads, segments, packing_invariant, rates=_segments.RATES)
+        cut = _segments.cut_of_call(seqs, v_heads, segments, packing_invariant)
     return Call(
         seqs=seqs,
         scale=scale,

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+from cake.core import segments as planner
 from cake.core.segments import Cost
 
-__all__ = ["RATES"]
+__all__ = ["RATES", "cut_of_call"]
 
 RATES = Cost(scan=2800, adjoint=2700, transfer=2000, adjoint_transfer=2200, half=50, full=4400)
+
+#: `cake.core.segments.cut_of_call` of this op's calls.
+cut_of_call = partial(planner.cut_of_call, rates=RATES, chooses=True)

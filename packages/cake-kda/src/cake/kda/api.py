@@ -12,7 +12,6 @@ from cake.core.calls import Memo, key_of, near_key_of
 from cake.core.checks import check_number, check_tensor
 from cake.core.launch import ALIGNMENT
 from cake.core.recording import Otherwise
-from cake.core.segments import cut_of_call
 from cake.core.sequences import CHUNK
 from cake.kda import _autograd, _gates, _kcp, _run, _segments, _stages
 from cake.kda._checks import (
@@ -318,7 +317,7 @@ def _call_of(
     check_readable(seqs, route.backend)
     cut = None
     if context is None:
-        cut = cut_of_call(seqs, v_heads, segments, packing_invariant, rates=_segments.RATES)
+        cut = _segments.cut_of_call(seqs, v_heads, segments, packing_invariant)
     elif segments not in (None, 1) or packing_invariant:
         raise NotImplementedError("segments and packing_invariant aren't served under cp_context")
     return _autograd.Call(
