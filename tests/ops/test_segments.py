@@ -264,7 +264,7 @@ class TestPlan:
         made = []
         keep = planner.cut
         monkeypatch.setattr(planner, "cut", lambda *x: made.append(keep(*x)) or made[-1])
-        case = make((600, 60), gate=-0.02)
+        case = make((1500, 60), gate=-0.02)
         assert_accurate(case, call(case), MILD[op.name])
         assert made[0].n > 2
 

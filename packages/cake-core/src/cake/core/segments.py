@@ -234,13 +234,14 @@ def choice_unseen(
 ) -> Choice | None:
     """What a device may choose from where the boundaries of a few sequences exist there only, or None.
 
-    Lengths from half of an even share on: room is made for all segments that any boundaries would give.
+    Lengths from two thirds of an even share on: shorter ones gain little, and room is made for the most
+    segments that any boundaries would give.
     """
     chunks = tokens // CHUNK
     if chunks < 2 * LENGTHS[0] or n > CHOSEN_SEQUENCES:
         return None
-    share = min((chunks + n) * heads // processors, 2 * MOST_CHUNKS)
-    lengths = [x for x in LENGTHS if 2 * x >= share and x < chunks and (chunks + n) // x < MOST_SEGMENTS]
+    least = min(2 * (chunks + n) * heads // (3 * processors), MOST_CHUNKS)
+    lengths = [x for x in LENGTHS if least <= x < chunks and (chunks + n) // x < MOST_SEGMENTS]
     return Choice(tuple(lengths[:CHOSEN_LENGTHS]), heads, processors, rates or COST) if lengths else None
 
 
