@@ -197,7 +197,7 @@ def test_segments_that_are_cut_on_the_device(op: Op, unseen: Any, monkeypatch: A
     expected = op.results(segments=2)  # of one chunk each
     unseen()
     monkeypatch.setattr("cake.core.segments.plan_unseen", lambda *asked: 1)
-    monkeypatch.setattr("cake.core.segments.choice_unseen", lambda *asked, **_: None)
+    monkeypatch.setattr("cake.core.segments.CHOSEN_SEQUENCES", 0)
     for _ in range(2):
         cu_seqlens = torch.tensor(BOUNDS, dtype=torch.int64)
         with poisoned_empty():

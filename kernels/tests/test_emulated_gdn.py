@@ -274,6 +274,7 @@ def test_cuts_that_the_device_chooses(kernels, rates):
         bounds = (0, *itertools.accumulate(max(0, 64 * x - generator.randrange(64)) for x in chunks))
         whole = sequences.packed(bounds, bounds[-1])
         choice = segments.choice_unseen(max(bounds[-1], 2000), n, heads, rates=RATES[rates])
+        choice = choice or segments.Choice((8, 128), heads, 132, RATES[rates])
         device = sequences.packed_on_device(torch.tensor(bounds), bounds[-1])
         unseen = segments.cut_unseen(device, choice.lengths[0], choice)
         words = kernels.tables(unseen, torch.device("cpu"))

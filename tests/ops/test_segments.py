@@ -199,7 +199,7 @@ class TestCutOnTheDevice:
     @pytest.fixture(autouse=True)
     def _unseen(self, length, monkeypatch):
         monkeypatch.setattr(planner, "plan_unseen", lambda *_: length)
-        monkeypatch.setattr(planner, "choice_unseen", lambda *_, **__: None)
+        monkeypatch.setattr(planner, "CHOSEN_SEQUENCES", 0)
 
     @pytest.fixture
     def as_known(self, length, monkeypatch):
@@ -228,6 +228,7 @@ class TestCutOnTheDevice:
 
     def test_chosen(self, op, make, call, assert_same_bits, monkeypatch):
         choice = choice_unseen(2800, 4, 2)
+        monkeypatch.setattr(planner, "CHOSEN_SEQUENCES", 4)
         monkeypatch.setattr(planner, "choice_unseen", lambda *_, **__: choice)
         case = make((2000, 0, 100, 700), heads=(1, 2), gate=-0.01)
         counts = choice.plan([-(-(b - a) // 64) for a, b in itertools.pairwise(case.boundaries)])
@@ -238,7 +239,7 @@ class TestCutOnTheDevice:
             assert_same_bits(call(case, cu_seqlens=cu, **tape), call(case))
 
     def test_by_default(self, op, make, call, assert_accurate, monkeypatch):
-        monkeypatch.setattr(planner, "choice_unseen", choice_unseen)
+        monkeypatch.setattr(planner, "CHOSEN_SEQUENCES", 3)
         made = []
         keep = planner.cut_unseen
         monkeypatch.setattr(planner, "cut_unseen", lambda *x: made.append(keep(*x)) or made[-1])

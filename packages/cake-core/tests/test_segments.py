@@ -213,7 +213,7 @@ class TestUnseen:
             (7744, 4, 32): (24, 32, 48, 64),
             (1 << 20, 15, 64): (128,),
             (1 << 23, 3, 1): None,  # more segments than a merge may meet
-            (7744, 16, 32): None,
+            (32768, 3, 132): None,
             (1000, 3, 2): None,
         }
         for key, lengths in choices.items():

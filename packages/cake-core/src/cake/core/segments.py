@@ -232,17 +232,18 @@ def choice_unseen(
     processors: int = PROCESSORS["sm_90a"],
     rates: Cost | None = None,
 ) -> Choice | None:
-    """What a device may choose from where the boundaries of a few sequences exist there only, or None.
+    """What a device may choose from where the boundaries of a few sequences exist there only.
 
-    Lengths from two thirds of an even share on: shorter ones gain little, and room is made for the most
-    segments that any boundaries would give.
+    None where no cut is worth it, whatever they are: one sequence of all the tokens would stay whole. Lengths
+    from two thirds of an even share on: shorter ones gain little, and room is made for the most segments that
+    any boundaries would give.
     """
-    chunks = tokens // CHUNK
-    if chunks < 2 * LENGTHS[0] or n > CHOSEN_SEQUENCES:
+    chunks, rates = tokens // CHUNK, rates or COST
+    if _planned((chunks,), heads, processors, rates) == (1,):
         return None
     least = min(2 * (chunks + n) * heads // (3 * processors), MOST_CHUNKS)
     lengths = [x for x in LENGTHS if least <= x < chunks and (chunks + n) // x < MOST_SEGMENTS]
-    return Choice(tuple(lengths[:CHOSEN_LENGTHS]), heads, processors, rates or COST) if lengths else None
+    return Choice(tuple(lengths[:CHOSEN_LENGTHS]), heads, processors, rates) if lengths else None
 
 
 def cut_of_call(
@@ -278,9 +279,9 @@ def cut_of_call(
                     raise ValueError(f"{name} needs the boundaries on the host: give cu_seqlens_cpu")
             if segments is not None:
                 return None
-            choice = choice_unseen(seqs.tokens, seqs.n, heads, rates=rates) if chooses else None
-            if choice is not None:
-                return cut_unseen(seqs, choice.lengths[0], choice)
+            if chooses and seqs.n <= CHOSEN_SEQUENCES:
+                choice = choice_unseen(seqs.tokens, seqs.n, heads, rates=rates)
+                return None if choice is None else cut_unseen(seqs, choice.lengths[0], choice)
             length = plan_unseen(seqs.tokens, seqs.n, heads)
             return None if length is None else cut_unseen(seqs, length)
         whole = packed((0, seqs.total), seqs.total)
