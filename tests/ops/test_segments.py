@@ -243,10 +243,10 @@ class TestCutOnTheDevice:
         made = []
         keep = planner.cut_unseen
         monkeypatch.setattr(planner, "cut_unseen", lambda *x: made.append(keep(*x)) or made[-1])
-        case = make((900, 100, 300), heads=(1, 2), gate=-0.01)
+        case = make((1900, 100, 300), heads=(1, 2), gate=-0.01)
         cu = torch.tensor(case.boundaries, device=case.q.device)
         assert_accurate(case, call(case, cu_seqlens=cu), MILD[op.name])
-        assert made[0].choice.lengths == choice_unseen(1300, 3, 2).lengths
+        assert made[0].choice.lengths == choice_unseen(2300, 3, 2).lengths
         assert_accurate(case, call(case, cu_seqlens=cu, segments=1), MILD[op.name])
         assert len(made) == 1
 

@@ -21,9 +21,9 @@ class TestPlan:
 
     def test_long_sequences_of_few_heads_are_cut(self):
         # A snapshot: a change of any of these is a change of bits.
-        assert self.plan((16384,) * 4, 4).n == 12
-        assert self.plan((32768,), 2).n == 16
-        assert self.plan((8192,), 16).n == 3
+        assert self.plan((16384,) * 4, 4).n == 32
+        assert self.plan((32768,), 2).n == 32
+        assert self.plan((8192,), 16).n == 4
 
     def test_a_full_gpu_is_left_alone(self):
         assert self.plan((4096,) * 8, 64) is None
