@@ -288,6 +288,19 @@ def test_cuts_that_the_device_chooses(kernels, rates):
     assert len(chosen) > 10
 
 
+def test_choices_that_a_device_has_no_room_for(kernels):
+    def tables(n, lengths):
+        choice = segments.Choice(lengths, 1, 132, segments.COST)
+        seqs = sequences.packed_on_device(64 * torch.arange(n + 1), 64 * n)
+        return kernels.tables(segments.cut_unseen(seqs, 8, choice), torch.device("cpu"))
+
+    assert tables(15, (8,))[0] == 15
+    with pytest.raises(ValueError, match="of 1 to 4 lengths for at most 15 sequences, got 1 for 16"):
+        tables(16, (8,))
+    with pytest.raises(ValueError, match="lengths must be at least 1, got 0"):
+        tables(2, (0, 8))
+
+
 @pytest.mark.parametrize("transposed", [False, True], ids=["plain", "transposed"])
 @pytest.mark.parametrize("ncols", state_chain.STATE_COLUMNS, ids="C{}".format)
 def test_merge(kernels, ncols, transposed):
