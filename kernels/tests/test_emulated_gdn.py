@@ -23,7 +23,8 @@ from cake.core.testing import (
 )
 from cake.gdn import _cuda
 from cake.gdn import _torch as twins
-from cake.kda._segments import RATES as KDA_RATES
+from cake.gdn._segments import RATES as RATES_OF_GDN
+from cake.kda._segments import RATES as RATES_OF_KDA
 
 SCALE = 128**-0.5
 SEEDS = (0, 1, 2, 4)
@@ -256,8 +257,8 @@ def test_cuts_on_the_device(kernels):
 
 
 RATES = {
-    "gdn": segments.COST,
-    "kda": KDA_RATES,
+    "gdn": RATES_OF_GDN,
+    "kda": RATES_OF_KDA,
     "walks alone": segments.Cost(transfer=0, adjoint_transfer=0, merge=0, merge_octet=0, merge_start=0),
 }
 

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from functools import partial
 from types import ModuleType
 
 import torch
 
 from cake.core import segments as planner
-from cake.core.segments import LEAST, Segments
+from cake.core.segments import LEAST, Cost, Segments
+from cake.core.sequences import Sequences
 from cake.gdn._stages import Prep
 
-__all__ = ["LEAST", "cut_of_call", "entering", "leaving"]
+__all__ = ["LEAST", "RATES", "cut_of_call", "entering", "leaving"]
 
-#: `cake.core.segments.cut_of_call` of this op's calls.
-cut_of_call = partial(planner.cut_of_call, chooses=True)
+#: What the parts of a call take on an H200.
+RATES = Cost(start=4000)
+
+
+def cut_of_call(
+    seqs: Sequences, heads: int, segments: int | None, packing_invariant: bool
+) -> Segments | None:
+    """`cake.core.segments.cut_of_call` of this op's calls."""
+    return planner.cut_of_call(seqs, heads, segments, packing_invariant, rates=RATES, chooses=True)
 
 
 def entering(
