@@ -16,10 +16,10 @@ LENGTHS = (200, 0, 64, 330, 30)
 
 class TestPlan:
     def test_long_sequences_of_few_heads_are_cut(self):
-        assert planner.cut_of_call(plan.packed((0, 32768), 32768), 8, None, False).n == 16
+        assert _segments.cut_of_call(plan.packed((0, 32768), 32768), 8, None, False).n == 16
 
     def test_a_full_gpu_is_left_alone(self):
-        assert planner.cut_of_call(plan.batched(8, 4096), 64, None, False) is None
+        assert _segments.cut_of_call(plan.batched(8, 4096), 64, None, False) is None
 
     @pytest.mark.parametrize("name", ["segments", "packing_invariant"])
     def test_boundaries_must_be_known(self, name):
