@@ -72,6 +72,7 @@ inline void stmatrix(uint32_t addr, const uint32_t (&r)[4]) { emulator::store_ma
 inline void stmatrix_trans(uint32_t addr, const uint32_t (&r)[4]) { emulator::store_matrices(r, addr, true); }
 
 inline void st_global_16(void* p, uint4 v) { *static_cast<uint4*>(p) = v; }
+inline void st_global_8(void* p, uint32_t x, uint32_t y) { *static_cast<uint2*>(p) = uint2{x, y}; }
 inline void st_global_float(void* p, bool is_bf16, float x) {
   if (is_bf16) *static_cast<__nv_bfloat16*>(p) = __float2bfloat16_rn(x);
   else *static_cast<float*>(p) = x;
