@@ -157,14 +157,18 @@ __device__ __forceinline__ void stmatrix_trans(uint32_t addr, const uint32_t (&r
                : "memory");
 }
 
-// 16 bytes at once: the compiler stores what comes from an asm word by word.
+// 16 or 8 bytes at once: the compiler stores what comes from an asm word by word.
 __device__ __forceinline__ void st_global_16(void* p, uint4 v) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(p)), "r"(v.x), "r"(v.y),
                "r"(v.z), "r"(v.w)
                : "memory");
 }
 
-// The same where `there`, without a branch.
+__device__ __forceinline__ void st_global_8(void* p, uint32_t x, uint32_t y) {
+  asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(p)), "r"(x), "r"(y) : "memory");
+}
+
+// 16 bytes where `there`, without a branch.
 __device__ __forceinline__ void st_global_16_if(bool there, void* p, uint4 v) {
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p st.global.v4.b32 [%0], {%1, %2, %3, %4};\n}" ::"l"(
                    __cvta_generic_to_global(p)),
