@@ -14,7 +14,6 @@ namespace cake::kda {
 constexpr float kLog2Log2E = 0.5287663729448977f;
 constexpr float kMostLogRate = 30.f;
 constexpr float kSaturated = 1e4f;     // a sigmoid is 0 or 1, and its slope 0, long before
-constexpr float kLinearBelow = -17.f;  // there log(softplus(x)) = x
 
 enum class GateKind : int { kNone, kStandard, kBounded };
 
@@ -24,12 +23,17 @@ struct GateArgs {
   bool a_log_bf16, bias_bf16;
   float bound;
 
-  static __device__ __forceinline__ float load(const void* p, bool is_bf16, int i) {
-    if (p == nullptr) return 0.f;
-    return is_bf16 ? __bfloat162float(static_cast<const __nv_bfloat16*>(p)[i]) : static_cast<const float*>(p)[i];
+  // As they lie in memory. Converted where they are used, by `value`: the load is on its way until then.
+  static __device__ __forceinline__ uint32_t bits(const void* p, bool is_bf16, int i) {
+    if (p == nullptr) return 0;
+    return is_bf16 ? static_cast<const uint16_t*>(p)[i] : static_cast<const uint32_t*>(p)[i];
   }
-  __device__ __forceinline__ float bias_of(int v_head, int channel) const {
-    return load(bias, bias_bf16, v_head * 128 + channel);
+  static __device__ __forceinline__ float value(uint32_t bits, bool is_bf16) {
+    return __uint_as_float(is_bf16 ? bits << 16 : bits);
+  }
+  __device__ __forceinline__ uint32_t a_log_bits(int v_head) const { return bits(a_log, a_log_bf16, v_head); }
+  __device__ __forceinline__ uint32_t bias_bits(int v_head, int channel) const {
+    return bits(bias, bias_bf16, v_head * 128 + channel);
   }
 };
 
@@ -47,28 +51,29 @@ struct Gate {
     return gate;
   }
 
-  __device__ __forceinline__ Gate(const GateArgs& args, int v_head) : kind(args.kind), bound(args.bound) {
-    const float a_log = GateArgs::load(args.a_log, args.a_log_bf16, v_head);
+  __device__ __forceinline__ Gate(const GateArgs& args, float a_log) : kind(args.kind), bound(args.bound) {
     rate = kind == GateKind::kBounded ? ex2(min_nan(a_log, kMostLogRate) * kLog2E) : a_log * kLog2E;
   }
 };
 
-// softplus(x) and its logarithm. log1p(y) = 2 artanh(y / (2 + y)) keeps its digits where y = e^-|x| is small.
+// -exp(A_log) softplus(x) without its sign: softplus(x) = e^min(x, 0) part, so that exp(A_log) and what underflows of softplus
+// meet in one exponent. part is log1p(y) / y below 0, with y = e^-|x|, and log1p(y) + x above. No branch: a thread has many
+// of these in flight.
 struct Softplus {
-  float value, log2, sigmoid;
+  float y, power, part;  // power: e^(A_log + min(x, 0))
 
-  __device__ __forceinline__ explicit Softplus(float x) {
-    const float within = fmaxf(x, kLinearBelow);  // no branch: a thread has many of these in flight
-    const float y = ex2(-fabsf(within) * kLog2E), z = y * rcp(2.f + y), w = z * z;
-    float series = fmaf(w, 1.f / 13, 1.f / 11);
-    series = fmaf(w, series, 1.f / 9);
-    series = fmaf(w, series, 1.f / 7);
-    series = fmaf(w, series, 1.f / 5);
-    series = fmaf(w, series, 1.f / 3);
-    series = fmaf(w, series, 1.f);
-    value = fmaf(2.f * z, series, fmaxf(x, 0.f));
-    log2 = fmaf(x - within, kLog2E, __log2f(value));
-    sigmoid = (x < 0.f ? y : 1.f) * rcp(1.f + y);
+  // rate: A_log in log2, and what else the power is to be multiplied with.
+  __device__ __forceinline__ Softplus(float x, float rate) {
+    y = ex2(-fabsf(x) * kLog2E);
+    float ratio = fmaf(y, -8.3711529e-3f, 4.3493900e-2f);  // log1p(y) / y to 2.2e-7 on [0, 1]
+    ratio = fmaf(y, ratio, -1.0685003e-1f);
+    ratio = fmaf(y, ratio, 1.7687477e-1f);
+    ratio = fmaf(y, ratio, -2.4474774e-1f);
+    ratio = fmaf(y, ratio, 3.3271930e-1f);
+    ratio = fmaf(y, ratio, -4.9997175e-1f);
+    ratio = fmaf(y, ratio, 0.99999976f);
+    power = ex2(fmaf(fminf(x, 0.f), kLog2E, rate));
+    part = x < 0.f ? ratio : fmaf(y, ratio, x);
   }
 };
 
@@ -76,7 +81,8 @@ struct Softplus {
 __device__ __forceinline__ float log2_decay(float raw, float bias, const Gate& gate) {
   float step = raw * kLog2E;
   if (gate.kind == GateKind::kStandard) {
-    step = -ex2(gate.rate + kLog2Log2E + Softplus(raw + bias).log2);
+    const Softplus softplus(raw + bias, gate.rate + kLog2Log2E);
+    step = -softplus.power * softplus.part;
   } else if (gate.kind == GateKind::kBounded) {
     step = gate.bound * kLog2E * rcp(1.f + ex2(-gate.rate * kLog2E * (raw + bias)));
   }
@@ -91,10 +97,10 @@ struct GateGradient {
 __device__ __forceinline__ GateGradient gate_backward(float raw, float bias, float d_log, const Gate& gate) {
   const float x = raw + bias;
   if (gate.kind == GateKind::kStandard) {
-    const Softplus softplus(x);
-    const float g = -ex2(gate.rate + softplus.log2);
-    const float weighted = g > kLeastGate ? g * d_log : 0.f;
-    return {x < kLinearBelow ? weighted : weighted * softplus.sigmoid * rcp(softplus.value), weighted};
+    const Softplus softplus(x, gate.rate);
+    const float g = -softplus.power * softplus.part;
+    const bool ends = g <= kLeastGate;
+    return {ends ? 0.f : -softplus.power * rcp(1.f + softplus.y) * d_log, ends ? 0.f : g * d_log};
   }
   if (gate.kind == GateKind::kBounded) {
     const float u = fminf(fmaxf(gate.rate * x, -kSaturated), kSaturated);

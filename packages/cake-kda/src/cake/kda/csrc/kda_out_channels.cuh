@@ -209,8 +209,8 @@ __device__ __forceinline__ void out_channels(OutShared& s, const OutArgs& args, 
   const int works = args.plan.chunk_count() * args.heads;
   if (blockIdx.x >= works) return;
   int step = 0;
-  GateHead gates(args, args.plan.chunk(blockIdx.x / args.heads), blockIdx.x % args.heads * args.group,
-                 Strip(fresh(thread)));
+  mbar_wait(smem_addr(&s.grads_full), 0);
+  GateHead gates(args, s.vectors[0], Strip(fresh(thread)));
   RawGates<T> raw;
   raw.load(args, gates, 0, Strip(fresh(thread)));
   for (int work = blockIdx.x; work < works; work += gridDim.x) {
@@ -273,7 +273,6 @@ __device__ __forceinline__ void out_channels(OutShared& s, const OutArgs& args, 
       const int warp = me.thread >> 5, chunk_index = fresh(work) / args.heads, head = fresh(work) % args.heads;
       const int v_head = head * args.group + j;
       const bool last = j + 1 == args.group;
-      const Chunk chunk = args.plan.chunk(chunk_index);
       if (vectors.dead[0] | vectors.dead[1]) dead_rows(s, vectors, tree, me);
       fence_proxy_async();
       warp_arrive(s.pairs_empty[set], me.lane);
@@ -284,14 +283,14 @@ __device__ __forceinline__ void out_channels(OutShared& s, const OutArgs& args, 
 #pragma unroll
       for (int o = 0; o < kOctets; ++o)
         s.decays[o][me.thread] = make_float4(sums.b[4 * o], sums.b[4 * o + 1], sums.b[4 * o + 2], sums.b[4 * o + 3]);
-      gates = GateHead(args, chunk, v_head, me);
+      gates = GateHead(args, vectors, me);
       raw = RawGates<T>();
       if (kKind != GateKind::kNone) raw.load(args, gates, 1, me);
       finish_gates<kKind, T>(s, args, vectors, gates, raw, chunk_index, v_head, me);
-      // The next v head's.
+      // The next v head's: the loading warps have described it by now.
       if (const int next = last ? work + gridDim.x : work; next < works) {
-        gates =
-            GateHead(args, args.plan.chunk(next / args.heads), next % args.heads * args.group + (last ? 0 : j + 1), me);
+        mbar_wait(smem_addr(&s.grads_full), parity ^ 1);
+        gates = GateHead(args, s.vectors[set ^ 1], me);
         raw.load(args, gates, 0, me);
       }
       if (last && args.l2norm) {
@@ -316,7 +315,7 @@ __device__ __forceinline__ void out_channels(OutShared& s, const OutArgs& args, 
           for (int n = 0; n < 32; ++n) x[n] = i ? sums.k[n] : sums.q[n];
           const OutResult result = i ? kDk : kDq;
           store_channels(smem_addr(i ? s.k : s.q), x, i ? s.rk : s.rq, i ? s.k_dot : s.q_dot,
-                         args.rows(result, vectors.first[result]), args.results[result].token_stride, chunk.rows, me);
+                         args.rows(result, vectors.first[result]), args.results[result].token_stride, vectors.rows, me);
         }
       }
       warp_arrive(s.rows_empty, me.lane);

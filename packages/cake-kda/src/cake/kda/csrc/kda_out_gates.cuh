@@ -14,12 +14,11 @@ struct GateHead {
   int rows;  // from the thread's first token on
   int64_t place;  // in g, at the thread's first token and channel
 
-  __device__ __forceinline__ GateHead(const OutArgs& args, const Chunk& chunk, int v_head, const Strip& me)
-      : gate(args.gate, v_head), rows(chunk.rows - me.token(0)) {
+  __device__ __forceinline__ GateHead(const OutArgs& args, const OutVectors& vectors, const Strip& me)
+      : gate(args.gate, vectors.a_log), rows(vectors.rows - me.token(0)) {
 #pragma unroll
-    for (int h = 0; h < 2; ++h) bias[h] = args.gate.bias_of(v_head, me.channel(h));
-    place = args.g.place(chunk.token, args.plan.tokens_per_batch, v_head) + me.token(0) * args.g.token_stride +
-            me.channel(0);
+    for (int h = 0; h < 2; ++h) bias[h] = vectors.bias[me.channel(h)];
+    place = vectors.gates + me.token(0) * args.g.token_stride + me.channel(0);
   }
 };
 

@@ -72,6 +72,7 @@ __device__ __forceinline__ void out_produce(OutShared& s, const OutArgs& args, i
       mbar_wait(smem_addr(&s.v_empty), parity ^ 1);
       load_tile(smem_addr(s.v), args.v, batch, token, v_head, rows, thread);
       cp_async_commit();
+      const uint32_t a_log = args.gate.a_log_bits(v_head), bias = args.gate.bias_bits(v_head, thread);
       mbar_wait(smem_addr(&s.grads_empty), parity ^ 1);
       load_rows<16, 128, kRowUnroll>(smem_addr(s.y), args.rows(kDv, dv), args.results[kDv].token_stride, rows, thread);
       load_tile(smem_addr(s.grad), args.grad, batch, token, v_head, rows, thread);
@@ -80,6 +81,11 @@ __device__ __forceinline__ void out_produce(OutShared& s, const OutArgs& args, i
         vectors.beta[thread] = beta;
         const uint32_t dead = __ballot_sync(0xffffffffu, thread < rows && fabsf(beta) < kLeastBeta);
         if (lane == 0) vectors.dead[thread >> 5] = dead;
+      }
+      vectors.bias[thread] = GateArgs::value(bias, args.gate.bias_bf16);
+      if (thread == 0) {
+        vectors.a_log = GateArgs::value(a_log, args.gate.a_log_bf16), vectors.rows = rows;
+        vectors.gates = place_of(args.g, batch, token, v_head);
       }
       if (thread < kOutResults)
         vectors.first[thread] = place_of(args.results[thread], batch, token, thread < kDv ? head : v_head);
@@ -116,7 +122,8 @@ __device__ __forceinline__ void out_produce(OutShared& s, const OutArgs& args, i
         load_tile(smem_addr(s.q), args.q, batch, token, head, rows, thread);
         load_tile(smem_addr(s.k), args.k, batch, token, head, rows, thread);
       }
-      (thread < kChunk ? s.rq : s.rk)[thread % kChunk] = norm;
+      const int slot = fresh(thread);  // no register for where it lies
+      (slot < kChunk ? s.rq : s.rk)[slot % kChunk] = norm;
       cp_async_commit();
       cp_async_wait<0>();
       mbar_arrive(smem_addr(&s.rows_full));

@@ -48,6 +48,9 @@ struct alignas(16) OutVectors {
   float beta[kChunk], diagonal[kChunk];  // the latter: of dA
   float residual[kChunk];  // Y . W
   int64_t first[kOutResults];  // where its results begin
+  int64_t gates;  // and its gates
+  float bias[kHeadDim], a_log;  // of these
+  int rows;
   uint32_t dead[2];  // a bit for each row; -Y_i . D_j of such a row i lies in column i of dL, above the diagonal
 };
 
