@@ -111,6 +111,22 @@ static __global__ void __launch_bounds__(32, kPrepWarpsPerSm) prep_kernel(const 
   const uint32_t tile = smem_addr(s.t), none = static_cast<uint32_t>(args.heads) >> 31;
   zero_fill<32>(tile, kSquareTileBytes, lane);  // above the diagonal it stays so
 
+  // ---- gates, of which a lane has tokens lane and lane + 32: the first v head's before the keys, which they would wait for ----
+  const int first = head * args.group, end = first + args.group;
+  const bool valid[2] = {lane < chunk.rows, lane + 32 < chunk.rows};
+  const int64_t gate_at = args.g.view.place(chunk.token + lane, tokens, 0);
+  const int64_t beta_at = args.beta.view.place(chunk.token + lane, tokens, 0);
+  uint32_t gate[2] = {}, beta[2] = {};  // as they lie in memory, on their way while the v head before is computed
+  const auto load_gates = [&](int v_head) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      if (valid[h]) {
+        gate[h] = args.g.bits(gate_at + v_head * args.g.view.head_stride + 32 * h * args.g.view.token_stride);
+        beta[h] = args.beta.bits(beta_at + v_head * args.beta.view.head_stride + 32 * h * args.beta.view.token_stride);
+      }
+  };
+  load_gates(first);
+
   const __nv_bfloat16* k = args.k.row(chunk.token, tokens, head);
 #pragma unroll
   for (int n = 0; n < 4; ++n) {  // all of it at once, whatever there are registers for
@@ -156,21 +172,7 @@ static __global__ void __launch_bounds__(32, kPrepWarpsPerSm) prep_kernel(const 
     store_norms(args.rk + head * total + chunk.token, norms, chunk.rows, lane);
   }
 
-  // ---- the group's v heads; lane = tokens lane and lane + 32, where gates are concerned ----
-  const int first = head * args.group, end = first + args.group;
-  const bool valid[2] = {lane < chunk.rows, lane + 32 < chunk.rows};
-  const int64_t gate_at = args.g.view.place(chunk.token + lane, tokens, 0);
-  const int64_t beta_at = args.beta.view.place(chunk.token + lane, tokens, 0);
-  uint32_t gate[2] = {}, beta[2] = {};  // as they lie in memory, on their way while the v head before is computed
-  const auto load_gates = [&](int v_head) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h)
-      if (valid[h]) {
-        gate[h] = args.g.bits(gate_at + v_head * args.g.view.head_stride + 32 * h * args.g.view.token_stride);
-        beta[h] = args.beta.bits(beta_at + v_head * args.beta.view.head_stride + 32 * h * args.beta.view.token_stride);
-      }
-  };
-  load_gates(first);
+  // ---- the group's v heads ----
 #pragma unroll 1
   for (int v_head = first; v_head < end; ++v_head) {
     float decay[2];
