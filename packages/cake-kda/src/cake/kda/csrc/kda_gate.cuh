@@ -13,7 +13,7 @@ namespace cake::kda {
 
 constexpr float kLog2Log2E = 0.5287663729448977f;
 constexpr float kMostLogRate = 30.f;
-constexpr float kSaturated = 1e4f;     // a sigmoid is 0 or 1, and its slope 0, long before
+constexpr float kSaturated = 1e4f;  // a sigmoid is 0 or 1, and its slope 0, long before
 
 enum class GateKind : int { kNone, kStandard, kBounded };
 

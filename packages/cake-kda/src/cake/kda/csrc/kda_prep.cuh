@@ -70,7 +70,7 @@ __device__ __forceinline__ float accumulate_gates(uint32_t b, const Gate& any, f
     for (int i = 0; i < kChunk / 2; ++i) {
       sum += x[i];
       st_shared_4(at(i), __float_as_uint(sum));
-      if (i % 16 != 0 && !(before - sum <= kNarrow) && (i % 16 == 7 || i % 16 == 15)) wide |= 1 << (first + i) / 16;
+      if (!(before - sum <= kNarrow) && (i % 16 == 7 || i % 16 == 15)) wide |= 1 << (first + i) / 16;
       if (i % 16 == 0 || i % 16 == 7) before = sum;
     }
   }

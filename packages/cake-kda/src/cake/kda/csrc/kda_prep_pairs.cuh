@@ -310,8 +310,7 @@ __device__ __forceinline__ void put_level(PrepShared& s, const float (&acc)[4], 
 // What a warp keeps of its products: right rows of its first octet.
 __device__ __forceinline__ void put_products(PrepShared& s, const Product (&acc)[kProducts], const PairLane& me,
                                              int lane) {
-  // Blocks of right and left rows, and all that is read, before anything is stored.
-  const int rights[kProducts] = {me.own(0), me.own(1), me.own(1), me.role == 1 ? 1 : 3, me.own(1)};
+  // Blocks of left rows, and all that is read, before anything is stored.
   const int lefts[kProducts] = {me.own(0), me.own(1), me.own(0), me.role == 1 ? 0 : 2, me.role == 1 ? 0 : 1};
   const int rows[2] = {8 * me.octet(me.own(0), 0) + me.g, 8 * me.octet(me.own(1), 0) + me.g};
   const RowScales scales[2] = {RowScales(s, rows[0]), RowScales(s, rows[1])};
@@ -325,7 +324,7 @@ __device__ __forceinline__ void put_products(PrepShared& s, const Product (&acc)
   for (int p = 2; p < kProducts; ++p)
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      const bool first = rights[p] == me.own(0);
+      const bool first = p == 3 && me.role == 1;  // whether the right rows are the first own block's
       put_pairs(s, acc[p][j], first ? scales[0] : scales[1], keys[p][j], first ? rows[0] : rows[1],
                 8 * me.octet(lefts[p], j) + 2 * me.t);
     }
